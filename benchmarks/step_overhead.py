@@ -139,7 +139,7 @@ class EnginesAlone:
         from rlhf_mc.models.forward import run_stage, states_at
         from rlhf_mc.models.heads import output_weight
 
-        model = engine._ddp[0] if torch.is_grad_enabled() else engine.chunks[0]
+        model = engine.strategy.buffered[0] if torch.is_grad_enabled() else engine.chunks[0]
         states = states_at(engine.chunks[0], run_stage(model, micro), micro)[:, 0]
         out = torch.nn.functional.linear(states, output_weight(engine.chunks[0]))
         if not is_policy:
@@ -166,14 +166,15 @@ class EnginesAlone:
         engine = self.run.actor if phase == "update_actor" else self.run.critic
         for mini in self.micro_batches[phase]:
             with megatron_calls():
-                for ddp in engine._ddp:
+                for ddp in engine.strategy.buffered:
                     ddp.zero_grad_buffer()
-                engine._optimizer.zero_grad()
+                engine.strategy.optimizer.zero_grad()
                 for micro in mini:
                     (1e-6 * self._head(engine, micro, phase == "update_actor").sum()).backward()
-                finalize_model_grads(engine._ddp, pg_collection=engine.groups.collection)
-                engine._optimizer.prepare_grads()
-                engine._step(engine._optimizer.get_grad_norm())
+                finalize_model_grads(
+                    engine.strategy.buffered, pg_collection=engine.groups.collection
+                )
+                engine.strategy.step(1.0 / (engine.strategy.grad_norm() + 1e-6))
 
     def work(self) -> dict[str, Callable[[], None]]:
         """Return the work of each phase that engines do."""

@@ -65,7 +65,7 @@ def model_blocks(model: TrainedModel) -> list[Block]:
                 Block(key, shapes[shard.tensor], shard.box, param[_slices(shard)], is_writer)
             )
     for part in parts:
-        local_shape = tuple(model.engine.params[part.local].shape)
+        local_shape = tuple(trained[part.local].shape)
         for shard in shards[part.local]:
             is_writer = writers.state_writers(shard) == part.ranks
             for box, run in _runs(shard, local_shape, part.start, part.end):

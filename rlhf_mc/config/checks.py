@@ -1,20 +1,19 @@
 """Checks of a config. Of several settings together a check is a generator of problems, each one
 line with the key, its value and the values that are allowed. algorithm_checks.py has the checks of
-algorithm, reward and environment, paths.py of paths. Types, unknown keys and required keys are
-checked in load.py. Checks that need the model or the data (heads divisible by TP, columns of a
-file) are made where these are read."""
+algorithm, reward and environment, role_checks.py of each model's layout and of distillation,
+paths.py of paths. Types, unknown keys and required keys are checked in load.py. Checks that need
+the model or the data (heads divisible by TP, columns of a file) are made where these are read."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 
-from rlhf_mc.config import algorithm_checks, distillation_checks
+from rlhf_mc.config import algorithm_checks, role_checks
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import check_values
 from rlhf_mc.config.health_schema import RESPONSES, listed_responses, rolls_back
 from rlhf_mc.config.paths import check_written
-from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.roles import (
     PASSES,
     absent_roles,
@@ -30,7 +29,6 @@ from rlhf_mc.config.roles import (
 )
 from rlhf_mc.config.schema import (
     Config,
-    MegatronConfig,
     expand_named_models,
     get_setting,
     layouts,
@@ -49,7 +47,7 @@ def check_config(cfg: Config, world_size: int | None) -> None:
     check_values(cfg)
     problems = itertools.chain(
         _optimizers(cfg),
-        _layouts(cfg),
+        role_checks.problems(cfg),
         _storage(cfg),
         _adapters(cfg),
         _engine(cfg),
@@ -58,7 +56,6 @@ def check_config(cfg: Config, world_size: int | None) -> None:
         _processes(cfg, world_size) if world_size is not None else (),
         _token_budgets(cfg),
         algorithm_checks.problems(cfg),
-        distillation_checks.problems(cfg),
         _data(cfg),
         _validation(cfg),
         _checkpoints(cfg),
@@ -150,6 +147,9 @@ def _training_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
                 f"{role}.megatron.pipeline_model_parallel_size"
                 f" {pp}{context} = {tp * pp * cp} does not divide {works}"
             )
+        size = megatron.fsdp.fsdp_size if megatron.fsdp is not None else -1
+        if size > 0 and num_ranks % size:
+            yield f"{role}.fsdp_config.fsdp_size {size} does not divide {works}"
         if megatron.dynamic_context_parallel and (cp == 1 or cp & (cp - 1)):
             yield (
                 f"{role}.megatron.context_parallel_size is {cp}; with "
@@ -172,57 +172,6 @@ def _training_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _layouts(cfg: Config) -> Iterator[str]:
-    for role, megatron in layouts(cfg).items():
-        yield from _layout(f"{role}.megatron", megatron)
-        yield from _virtual_stages(cfg, role, megatron)
-
-
-def _layout(section: str, megatron: MegatronConfig) -> Iterator[str]:
-    tp = megatron.tensor_model_parallel_size
-    pp = megatron.pipeline_model_parallel_size
-    if tp == 1 and megatron.sequence_parallel:
-        yield (
-            f"{section}.sequence_parallel is true; that needs "
-            f"{section}.tensor_model_parallel_size of at least 2"
-        )
-    if megatron.fp8 is not None and megatron.dtype != "bfloat16":
-        yield (
-            f"{section}.fp8 is {megatron.fp8!r} and {section}.dtype is {megatron.dtype}; fp8 needs "
-            "bfloat16"
-        )
-    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        layers = getattr(megatron, name)
-        if layers is not None and pp == 1:
-            yield (
-                f"{section}.{name} is {layers}; that needs "
-                f"{section}.pipeline_model_parallel_size of at least 2"
-            )
-
-
-def _virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> Iterator[str]:
-    section = f"{role}.megatron"
-    chunks = megatron.virtual_pipeline_model_parallel_size
-    if chunks is None:
-        return
-    key = f"{section}.virtual_pipeline_model_parallel_size is {chunks};"
-    if chunks < 2:
-        yield f"{key} it must be at least 2, or null"
-    if megatron.pipeline_model_parallel_size == 1:
-        yield f"{key} that needs {section}.pipeline_model_parallel_size of at least 2"
-    for other in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if getattr(megatron, other) is not None:
-            yield f"{key} with it all stages have as many layers: set {section}.{other} to null"
-    has_own_checkpoint = unnamed(role) in ("reward_model", "teacher_model") or (
-        role == "critic" and cfg.critic.model_path is not None
-    )
-    if cfg.model.dist_checkpointing_path is not None and not has_own_checkpoint:
-        yield (
-            f"{key} with it weights come from the safetensors of model.path: set "
-            "model.dist_checkpointing_path to null"
-        )
 
 
 def _storage(cfg: Config) -> Iterator[str]:
@@ -260,12 +209,14 @@ def _adapters(cfg: Config) -> Iterator[str]:
             f"{key} actor.moe_router_bias_update_rate is {cfg.actor.moe_router_bias_update_rate}; "
             "routers are frozen: set it to 0"
         )
-    for name in vars(cfg.ref.megatron) if uses_reference(cfg) else ():
-        here = getattr(layouts(cfg)["ref"], name)
-        if here != getattr(cfg.actor.megatron, name):
+    names = ["strategy", *(f"fsdp_config.{name}" for name in vars(cfg.ref.fsdp_config))]
+    names += [f"megatron.{name}" for name in vars(cfg.ref.megatron)]
+    for name in names if uses_reference(cfg) else ():
+        here = get_setting(cfg, f"ref.{name}")
+        if here != get_setting(cfg, f"actor.{name}"):
             yield (
-                f"{key} ref.megatron.{name} is {here}; the reference is the actor without its "
-                "adapters: remove it"
+                f"{key} ref.{name} is {here}; the reference is the actor without its adapters: "
+                "remove it"
             )
 
 
@@ -432,6 +383,8 @@ _ALONE = {
 def _halving(cfg: Config) -> Iterator[str]:
     needs = "health.out_of_memory is halve_tokens; that needs"
     for role in ("actor", "critic") if uses_critic(cfg) else ("actor",):
+        if get_setting(cfg, f"{role}.strategy") != "megatron":
+            yield f"{needs} {role}.strategy: megatron, since ranks gather weights in an update"
         for key, wanted in _ALONE.items():
             if (value := getattr(layouts(cfg)[role], key)) != wanted:
                 yield (

@@ -24,7 +24,12 @@ from rlhf_mc.config.fields import (
     show,
 )
 from rlhf_mc.config.masking import masked_argument
-from rlhf_mc.config.model_schema import FrozenMegatronConfig, MegatronConfig
+from rlhf_mc.config.model_schema import (
+    UNSPLIT,
+    FrozenMegatronConfig,
+    FsdpConfig,
+    MegatronConfig,
+)
 from rlhf_mc.config.schema import Config, roles
 from rlhf_mc.config.unknown import Hint, explain
 from rlhf_mc.config.yaml_reader import parse_yaml, read_limited
@@ -67,13 +72,16 @@ def load_config(
     for role, section in roles(config).items():
         if role != "actor":
             cls = type(section.megatron)
-            layout = _build(cls, f"{role}.megatron.", settings, config.actor.megatron, path)
+            prefix = f"{role}.fsdp_config."
+            section.fsdp_config = _build(
+                FsdpConfig, prefix, settings, config.actor.fsdp_config, path
+            )
+            if f"{role}.strategy" not in settings:
+                section.strategy = config.actor.strategy
+            actor = inherited_by(section.strategy, config)
+            layout = _build(cls, f"{role}.megatron.", settings, actor, path)
             section.megatron = _build(
-                cls,
-                f"{role}.megatron.",
-                settings,
-                inherited_layout(layout, config.actor.megatron),
-                path,
+                cls, f"{role}.megatron.", settings, inherited_layout(layout, actor), path
             )
     return config
 
@@ -336,6 +344,13 @@ def _build(
         else:
             values[field.name] = fallback
     return cls(**values)
+
+
+def inherited_by(strategy: str, cfg: Config) -> MegatronConfig:
+    """Return the actor's layout without what a role of this strategy cannot have."""
+    actor = cfg.actor.megatron
+    alike = strategy == cfg.actor.strategy or strategy == "megatron"
+    return actor if alike else dataclasses.replace(actor, **UNSPLIT)
 
 
 def inherited_layout(layout: FrozenMegatronConfig, actor: MegatronConfig) -> FrozenMegatronConfig:

@@ -4,9 +4,10 @@ is in schema.py."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from rlhf_mc.config.numbers import (
+    CountOrMinus1,
     CountOrZero,
     Fraction,
     Layers,
@@ -143,5 +144,44 @@ class MegatronConfig(FrozenMegatronConfig):
     (trainer.planner)."""
 
 
+@dataclass
+class FsdpConfig:
+    """Sharding of a model by strategy fsdp2."""
+
+    fsdp_size: CountOrMinus1 = -1
+    """Neighbouring ranks over which each parameter is sharded, a divisor of the ranks that hold
+    models; the groups of them are replicas (HSDP). -1: all of these ranks."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered parameters after its forward pass, and gather them again for its
+    backward pass (ZeRO-3). false: they stay until then (ZeRO-2)."""
+
+
+Strategy = Literal["megatron", "fsdp2"]
+
+
+@dataclass
+class RoleLayout(MegatronConfig):
+    """All that decides how a model lies on the ranks: {role}.megatron, and fsdp_config where the
+    role's strategy is fsdp2. No section of the settings."""
+
+    fsdp: FsdpConfig | None = None
+    """None: strategy megatron."""
+
+
+def fsdp_config(megatron: MegatronConfig) -> FsdpConfig | None:
+    """Return the sharding of a RoleLayout with strategy fsdp2; None of others."""
+    return megatron.fsdp if isinstance(megatron, RoleLayout) else None
+
+
+UNSPLIT: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "fp8": None,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": None,
+    "grad_offload": False,
+}
+"""The values of MegatronConfig's settings that strategy fsdp2 has instead of a choice."""
 TRAINING_ONLY = tuple(MegatronConfig.__annotations__)
 """Settings of MegatronConfig that a model that is never trained does not have."""

@@ -19,9 +19,9 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import choices, describe, field_types
-from rlhf_mc.config.load import dotted_keys, inherited_layout, to_dict
+from rlhf_mc.config.load import dotted_keys, inherited_by, inherited_layout, to_dict
 from rlhf_mc.config.masking import HIDDEN, SECRET, is_hidden, masked, masked_argument
-from rlhf_mc.config.schema import Config, roles
+from rlhf_mc.config.schema import Config, get_setting, roles
 from rlhf_mc.config.yaml_reader import yaml_text
 
 _LINE_LENGTH = 120
@@ -41,11 +41,17 @@ def _inherited_keys(cfg: Config) -> Iterator[str]:
     actor."""
     for role, section in roles(cfg).items():
         if role != "actor":
-            inherited = vars(inherited_layout(section.megatron, cfg.actor.megatron))
+            actor = inherited_by(section.strategy, cfg)
+            inherited = {
+                "": {"strategy": cfg.actor.strategy},
+                "fsdp_config.": vars(cfg.actor.fsdp_config),
+                "megatron.": vars(inherited_layout(section.megatron, actor)),
+            }
             yield from (
-                f"{role}.megatron.{name}"
-                for name in inherited
-                if getattr(section.megatron, name) == inherited[name]
+                f"{role}.{prefix}{name}"
+                for prefix, values in inherited.items()
+                for name, value in values.items()
+                if get_setting(cfg, f"{role}.{prefix}{name}") == value
             )
 
 

@@ -10,6 +10,7 @@ from rlhf_mc.config.algorithm_schema import (
     EstimatorNeeds,
     RouterReplayMode,
 )
+from rlhf_mc.config.model_schema import fsdp_config
 from rlhf_mc.config.schema import (
     Config,
     DataConfig,
@@ -109,8 +110,10 @@ def num_rollout_ranks(cfg: Config, world: int) -> int:
 
 def shares_weights(cfg: Config) -> bool:
     """Return whether weights of the rollout engine are the actor's own. With adapters the engine's
-    are others: those of both together. In another pool the engine has no rank with the actor."""
-    return cfg.reshard.share_weights and cfg.actor.lora.rank == 0 and not has_rollout_pool(cfg)
+    are others: those of both together. In another pool the engine has no rank with the actor. With
+    strategy fsdp2 a rank has some rows of each tensor."""
+    has_tensors = cfg.actor.strategy == "megatron" and not has_rollout_pool(cfg)
+    return cfg.reshard.share_weights and cfg.actor.lora.rank == 0 and has_tensors
 
 
 def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:
@@ -191,6 +194,8 @@ def prompts_in_flight(cfg: Config) -> int:
 def overlaps_reduction(megatron: MegatronConfig, replicas: int, cuda: bool) -> bool:
     """Return True where each bucket of gradients is reduced over the replicas as soon as it is
     complete."""
+    if fsdp_config(megatron) is not None:
+        return False
     if megatron.overlap_grad_reduce is None:
         return cuda and replicas > 1
     return megatron.overlap_grad_reduce
@@ -200,7 +205,8 @@ def has_contiguous_experts(cfg: Config) -> bool:
     """Return whether the actor's experts lie in the buffer of the distributed optimizer, which has
     no frozen ones."""
     trains_all = not cfg.actor.freeze and cfg.actor.lora.rank == 0
-    return cfg.actor.megatron.use_distributed_optimizer and trains_all
+    is_buffered = cfg.actor.strategy == "megatron" and cfg.actor.megatron.use_distributed_optimizer
+    return is_buffered and trains_all
 
 
 def absent_roles(cfg: Config) -> list[str]:

@@ -20,9 +20,12 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.model_schema import (
     FrozenMegatronConfig,
+    FsdpConfig,
     LoraConfig,
     MegatronConfig,
     OptimConfig,
+    RoleLayout,
+    Strategy,
 )
 from rlhf_mc.config.numbers import (
     Count,
@@ -181,6 +184,14 @@ class ActorConfig:
     """Adapters, which are trained in place of the model's tensors."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The actor's optimizer."""
+    strategy: Strategy = "megatron"
+    """megatron: Megatron-Core's data parallelism and distributed optimizer, with the splits of the
+    section megatron. fsdp2: torch's fully_shard over all replicas, of each parameter by rows; the
+    same modules, without tensor, pipeline or expert parallelism (docs/layouts.md). Weights are then
+    gathered layer by layer in each pass, and none is shared with the rollout engine. The other
+    roles inherit it."""
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    """strategy fsdp2: its sharding. The other roles inherit what they do not set."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """Parallel layout, precision and offload of the actor. The other roles inherit what they do not
     set."""
@@ -214,6 +225,10 @@ class CriticConfig:
     """As actor.lora, for the critic, whose value head is trained too."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """The critic's optimizer."""
+    strategy: Strategy = "megatron"
+    """As actor.strategy. Left out: the actor's."""
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    """As actor.fsdp_config, from which it inherits."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """Parallel layout, precision and offload of the critic. Settings that are left out are
     inherited from actor.megatron, with two exceptions. sequence_parallel is not inherited if the
@@ -227,6 +242,10 @@ class RefConfig:
 
     log_prob_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the reference pass."""
+    strategy: Strategy = "megatron"
+    """As actor.strategy. Left out: the actor's."""
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    """As actor.fsdp_config, from which it inherits."""
     megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
     """As critic.megatron, for the reference."""
 
@@ -443,13 +462,15 @@ def roles(cfg: Config) -> dict[str, RoleConfig]:
     }
 
 
-def layouts(cfg: Config) -> dict[str, MegatronConfig]:
-    """Return {section}.megatron of each model's section, by section, the actor's first. Settings
-    that a frozen model does not have are the defaults."""
-    sections = {role: section.megatron for role, section in roles(cfg).items()}
+def layouts(cfg: Config) -> dict[str, RoleLayout]:
+    """Return the layout of each model's section, by section, the actor's first. Settings that a
+    frozen model does not have are the defaults."""
     return {
-        role: layout if isinstance(layout, MegatronConfig) else MegatronConfig(**vars(layout))
-        for role, layout in sections.items()
+        role: RoleLayout(
+            **vars(section.megatron),
+            fsdp=section.fsdp_config if section.strategy == "fsdp2" else None,
+        )
+        for role, section in roles(cfg).items()
     }
 
 

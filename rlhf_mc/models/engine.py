@@ -7,55 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import (
-    ChainedOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.model_schema import fsdp_config
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.adapted_layers import adapters_off
-from rlhf_mc.models.expert_parts import CORRECTION_BIAS, ascending_in_buffer
 from rlhf_mc.models.forward import MicroBatch
-from rlhf_mc.models.gpt_model import (
-    DTYPES,
-    PackedGPT,
-    build_model,
-    enable_input_gradients,
-    named_parameters,
-)
+from rlhf_mc.models.gpt_model import PackedGPT, enable_input_gradients
 from rlhf_mc.models.heads import Head
-from rlhf_mc.models.megatron_patches import (
-    fuse_adam,
-    gather_parameters_once,
-    gathering_objects_in,
-    megatron_calls,
-    parameters_in_order,
-    remove_hooks,
-)
-from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, gradient_buffers, model_offload
+from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer import (
     OptimizerPart,
     adam_steps,
     learning_rate_schedule,
-    optimizer_parts,
     set_adam_steps,
     set_learning_rates,
     state_bytes,
@@ -69,6 +42,9 @@ from rlhf_mc.models.pipeline import (
 from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import LOG_PROBS, Exchange, OptimizerStep, StatisticSums
+from rlhf_mc.models.strategies.distributed_optimizer import MegatronStrategy
+from rlhf_mc.models.strategies.fully_sharded import FsdpStrategy
+from rlhf_mc.models.strategies.strategy import Strategy
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.layout import EMPTY, Layout
 from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
@@ -103,18 +79,12 @@ class ModelEngine:
         self.name = name
         self.shape = shape
         self.groups = groups
-        self.chunks = [
-            build_model(shape, megatron, groups, chunk)
-            for chunk in range(groups.mesh.vpp if groups.is_member else 0)
-        ]
-        for chunk in self.chunks:
-            chunk.requires_grad_(False)
+        self.strategy = build_strategy(shape, megatron, groups)
+        self.chunks = self.strategy.chunks
+        """The modules, one for each virtual pipeline chunk."""
         self._schedule = MicroBatchSchedule(self.chunks, groups, megatron)
-        self._parameters = named_parameters(self.chunks)
         self._megatron = megatron
-        self._optimizer: Any = None
         self._scheduler: Any = None
-        self._ddp: list[Any] = []
         self._memory_recovery: MemoryRecovery | None = None
         self._adapters_on = True
         self._exchange = Exchange(groups)
@@ -125,7 +95,7 @@ class ModelEngine:
         """The losses of the routers and the update of their correction biases; None: neither."""
         self.predicts_observations = False
         """Losses get the states of observations too (MicroBatch.num_observed)."""
-        self.offload = model_offload(name, megatron, self.named_parameters)
+        self.offload = model_offload(name, megatron, self.strategy)
         """The groups of this model's tensors that can be offloaded."""
 
     @property
@@ -150,20 +120,21 @@ class ModelEngine:
         return RankShare(
             sum(param.numel() for param in params),
             sum(param.numel() * param.element_size() for param in params),
-            sum(grad.numel() * grad.element_size() for grad in gradient_buffers(self._ddp)),
-            0 if self._optimizer is None else state_bytes(self._optimizer),
+            self.strategy.gradient_bytes(),
+            0 if self.strategy.optimizer is None else state_bytes(self.strategy.optimizer),
             self.offload.names,
         )
 
-    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's parameters, by the names of reshard's Megatron-Core layout."""
-        return self._parameters
+    def named_parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return what this rank has of the parameters, by the names of reshard's Megatron-Core
+        layout."""
+        return self.strategy.named_parameters()
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
-        """The data of named_parameters, written in place by a reshard."""
+        """The values of named_parameters in the model's type, written in place by a reshard."""
         self.offload.require(PARAMS)
-        return {name: param.data for name, param in self.named_parameters().items()}
+        return self.strategy.weights()
 
     @property
     def rollout_params(self) -> dict[str, Any]:
@@ -190,61 +161,15 @@ class ModelEngine:
     ) -> None:
         """Add gradient buffers and the optimizer. The parameters `frozen` (this rank's, by name)
         get neither. The weights must be loaded before: the optimizer copies them."""
-        for name, param in self.named_parameters().items():
-            param.requires_grad_(name not in frozen and not name.endswith(CORRECTION_BIAS))
         for chunk in self.chunks:
             chunk.train()
             embedding = getattr(chunk, "embedding", None)
             if embedding is not None and self._megatron.recompute_granularity is not None:
                 enable_input_gradients(embedding)
-        with megatron_calls():
-            ddp_config = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=self._schedule.overlaps_reduction,
-                use_distributed_optimizer=self._megatron.use_distributed_optimizer,
-            )
-            for chunk in self.chunks:
-                ordered = ascending_in_buffer(chunk.named_parameters())
-                with parameters_in_order(chunk, ordered):
-                    ddp = DistributedDataParallel(
-                        chunk.config, ddp_config, chunk, pg_collection=self.groups.collection
-                    )
-                weakref.finalize(self, remove_hooks, ddp.grad_accs)
-                self._ddp.append(ddp)
-            dtype = DTYPES[self._megatron.dtype]
-            config = OptimizerConfig(
-                optimizer="adam",
-                lr=optim.lr,
-                min_lr=optim.min_lr,
-                weight_decay=optim.weight_decay,
-                adam_beta1=optim.betas[0],
-                adam_beta2=optim.betas[1],
-                adam_eps=optim.eps,
-                clip_grad=optim.clip_grad,
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=self._megatron.use_distributed_optimizer,
-            )
-            self._optimizer = ChainedOptimizer([])
-            if self.groups.is_member:
-                with gathering_objects_in(self.groups.collection.intra_dist_opt):
-                    self._optimizer = get_megatron_optimizer(
-                        config,
-                        self._ddp,
-                        config_overrides=get_standard_config_overrides(config),
-                        use_gloo_process_groups=False,
-                        pg_collection=self.groups.collection,
-                    )
-        gather_parameters_once(self._optimizer)
-        fuse_adam(self._optimizer)
-        self.offload = model_offload(
-            self.name, self._megatron, self.named_parameters, self._ddp, self._optimizer
-        )
-        for chunk in self.chunks:
-            chunk.config.grad_scale_func = self._optimizer.scale_loss
-            chunk.config.finalize_model_grads_func = finalize_model_grads
+        self.strategy.make_trainable(optim, frozen, self._schedule.overlaps_reduction)
+        self.offload = model_offload(self.name, self._megatron, self.strategy)
         self._optim = optim
-        self._scheduler = learning_rate_schedule(self._optimizer, optim, total_steps)
+        self._scheduler = learning_rate_schedule(self.strategy.optimizer, optim, total_steps)
 
     def recover_memory(self) -> None:
         """Let train_step raise OutOfMemory on every rank, with weights and optimizer as before,
@@ -276,19 +201,19 @@ class ModelEngine:
     def optimizer_parts(self) -> list[OptimizerPart]:
         """Return this rank's part of the optimizer's state by parameter, for the checkpoint."""
         self.offload.require(OPTIMIZER)
-        return optimizer_parts(self._optimizer, self.named_parameters())
+        return self.strategy.optimizer_parts()
 
     def progress(self) -> dict[str, int]:
         """Return the steps of optimizer and schedule, for the checkpoint. Every rank must call
         it."""
-        steps = max(gather_objects(adam_steps(self._optimizer)))
+        steps = max(gather_objects(adam_steps(self.strategy.optimizer)))
         return {"optimizer_steps": steps, "schedule_steps": self._scheduler.num_steps}
 
     def load_progress(self, progress: Mapping[str, int]) -> None:
         """Set the steps of optimizer and schedule, and allocate the tensors of optimizer_parts,
         which the caller then fills. The schedule keeps this run's shape."""
         self.offload.require(OPTIMIZER)
-        set_adam_steps(self._optimizer, progress["optimizer_steps"])
+        set_adam_steps(self.strategy.optimizer, progress["optimizer_steps"])
         self._scheduler.num_steps = progress["schedule_steps"]
         self._scheduler.step(increment=0)
 
@@ -351,16 +276,11 @@ class ModelEngine:
         Where loss, statistics or gradient are not finite on any rank, no rank steps. Every rank of
         the mesh must call it."""
         sums = self._compute_gradient(batch, micro_batches, loss)
-        with megatron_calls(), platform.named_range("grad_norm"):
-            self._optimizer.prepare_grads()
-            result = OptimizerStep(float(self._optimizer.get_grad_norm()), self.lr, sums)
+        with platform.named_range("grad_norm"):
+            result = OptimizerStep(self.strategy.grad_norm(), self.lr, sums)
         if not result.skipped:
-            with (
-                self.offload.optimizer_step(),
-                megatron_calls(),
-                platform.named_range("optimizer_step"),
-            ):
-                self._step(result.grad_norm)
+            with self.offload.optimizer_step(), platform.named_range("optimizer_step"):
+                self.strategy.step(self._optim.clip_grad / (result.grad_norm + 1e-6))
             if self.balance is not None:
                 self.balance.step()
         return result
@@ -386,26 +306,14 @@ class ModelEngine:
             log_probs = torch.zeros(len(batch.rollout_log_probs), device=platform.device())
         return sum_over_ranks(log_probs, self.groups.members)
 
-    def _step(self, grad_norm: float) -> None:
-        """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after
-        it has computed
-        the norm."""
-        for part in self._optimizer.chained_optimizers:
-            factor = part.config.clip_grad / (grad_norm + 1e-6)
-            grads = [param.grad for param in part.get_parameters() if param.grad is not None]
-            if 0.0 < factor < 1.0 and grads:
-                torch._foreach_mul_(grads, factor)
-        self._optimizer.step_with_ready_grads()
-
     def backward(
         self,
         batch: RaggedBatch,
         micro_batches: Sequence[Sequence[int]],
         loss: Loss,
     ) -> dict[str, float]:
-        """Write into each parameter's main_grad the gradient of the sum of the shares that `loss`
-        returns, over all micro-batches of all replicas (with the distributed optimizer, into the
-        part that this rank updates).
+        """Compute the gradient (strategy.gradients) of the sum of the shares that `loss` returns,
+        over all micro-batches of all replicas; of the part that this rank updates.
         Return the sums of the statistics. Every rank of the mesh must call it."""
         sums = self._compute_gradient(batch, micro_batches, loss)
         return self._exchange.over_ranks([sums], self._has_loss)[0]
@@ -419,11 +327,9 @@ class ModelEngine:
         self.offload.require(GRADS)
         sums = StatisticSums()
         micro_batches = self._schedule.with_dummies(micro_batches)
-        for ddp in self._ddp:
-            ddp.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.strategy.zero_grad()
         # The schedule divides the loss by the number of micro-batches and multiplies it by the
-        # context-parallel size, DDP divides the gradient by the number of replicas.
+        # context-parallel size; a strategy divides the gradient by the number of replicas.
         scale = float(self.groups.mesh.dp * len(micro_batches))
         num_tokens = len(batch.tokens)
         if self.balance is not None:
@@ -445,7 +351,7 @@ class ModelEngine:
                     )
             return value * (scale + sums.zero_if_finite())
 
-        passes = lambda: self._run(batch, micro_batches, share, self._ddp)  # noqa: E731
+        passes = lambda: self._run(batch, micro_batches, share, self.strategy.trained)  # noqa: E731
         with replayed(self.replay, batch, micro_batches, False):
             if self._memory_recovery is None:
                 passes()
@@ -464,7 +370,7 @@ class ModelEngine:
         batch: RaggedBatch,
         micro_batches: Sequence[Sequence[int]],
         on_last_stage: OnLastStage,
-        replicated: Sequence[Any] = (),
+        trained: Sequence[Any] = (),
         at_last_token: bool = False,
     ) -> None:
         """Run the schedule with this model's router settings."""
@@ -474,12 +380,19 @@ class ModelEngine:
                 batch,
                 micro_batches,
                 on_last_stage,
-                replicated,
+                trained,
                 at_last_token,
                 self.replay,
                 self.balance,
-                bool(replicated) and self.predicts_observations,
+                bool(trained) and self.predicts_observations,
             )
+        self.strategy.end_passes()
+
+
+def build_strategy(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups) -> Strategy:
+    """Return a model of zero weights, by the strategy of its layout."""
+    is_sharded = fsdp_config(megatron) is not None
+    return (FsdpStrategy if is_sharded else MegatronStrategy)(shape, megatron, groups)
 
 
 def engine_layouts(engine: ModelEngine, shape: ModelShape | None = None) -> list[Layout]:

@@ -32,6 +32,7 @@ from rlhf_mc.architectures.experts import Experts
 from rlhf_mc.architectures.latent_attention import LatentAttention
 from rlhf_mc.architectures.layer import Layer
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
+from rlhf_mc.config.model_schema import fsdp_config
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import layers
 from rlhf_mc.models.adapted_layers import add_adapters
@@ -76,6 +77,8 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
     dtype = DTYPES[megatron.dtype]
     fused = uses_transformer_engine()
     of_blocks = _block_settings(shape, megatron)
+    # A gathered parameter has no main_grad.
+    of_strategy = {"gradient_accumulation_fusion": False} if fsdp_config(megatron) else {}
     kind = MLATransformerConfig if "kv_lora_rank" in of_blocks else TransformerConfig
     config = kind(
         num_layers=shape.num_layers,
@@ -118,7 +121,7 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         # Weights are always read from a checkpoint.
         perform_initialization=False,
         use_cpu_initialization=not platform.use_cuda(),
-        **{**of_blocks, **fusions(shape)},
+        **{**of_blocks, **fusions(shape), **of_strategy},
         **fp8_settings(megatron),
     )
     # Checked when a config is built: Megatron-Core refuses experts that have biases and are split

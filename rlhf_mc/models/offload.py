@@ -155,15 +155,13 @@ class Offload:
 def model_offload(
     name: str,
     settings: MegatronConfig,
-    named_parameters: Callable[[], Mapping[str, torch.Tensor]],
-    ddp: Sequence[Any] = (),
-    optimizer: Any = None,
+    strategy: Any,
 ) -> Offload:
-    """Return the groups of a model that `settings` offload. Without an optimizer the model is
-    frozen."""
+    """Return the groups of a model that `settings` offload. strategy: models/strategies'."""
+    optimizer = strategy.optimizer
 
     def params() -> Iterable[torch.Tensor]:
-        return named_parameters().values()
+        return strategy.named_parameters().values()
 
     def state() -> Iterator[torch.Tensor]:
         # With float32 weights the optimizer's parameters are the model's own, or shards of them.
@@ -175,7 +173,7 @@ def model_offload(
         groups[PARAMS] = TensorGroup(params, never_change=optimizer is None, setting=key)
     if settings.grad_offload and optimizer is not None:
         # Each backward pass zeroes the buffers before it adds to them.
-        groups[GRADS] = TensorGroup(lambda: gradient_buffers(ddp), keep_values=False)
+        groups[GRADS] = TensorGroup(lambda: gradient_buffers(strategy.buffered), keep_values=False)
     if settings.optimizer_offload and optimizer is not None:
         groups[OPTIMIZER] = TensorGroup(state, setting=f"{name}.megatron.optimizer_offload")
     return Offload(name, groups)

@@ -159,7 +159,7 @@ class MicroBatchSchedule:
         self.overlaps_reduction = overlaps_reduction(
             megatron, groups.mesh.replicas, platform.use_cuda()
         )
-        """Gradients are reduced during the backward pass."""
+        """DistributedDataParallel reduces gradients during the backward pass."""
 
     def with_dummies(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Append dummy micro-batches: the schedule of virtual pipeline chunks needs a multiple of
@@ -172,19 +172,19 @@ class MicroBatchSchedule:
         batch: RaggedBatch,
         micro_batches: Sequence[Sequence[int]],
         on_last_stage: OnLastStage,
-        replicated: Sequence[Any] = (),
+        trained: Sequence[Any] = (),
         at_last_token: bool = False,
         replay: ExpertReplay | None = None,
         balance: RouterBalance | None = None,
         with_observations: bool = False,
     ) -> None:
         """Run the micro-batches through this rank's stage, forward only unless there are chunks in
-        `replicated` (DistributedDataParallel).
+        `trained` (Strategy.trained).
 
         On the last stage `on_last_stage` gets the states at the logit positions, with_observations
         too at those of observations, or with at_last_token at the last tokens. It returns the loss,
         unless the passes are forward only."""
-        forward_only = not replicated
+        forward_only = not trained
         pp = self._groups.mesh.pp
         multiple_of = token_multiple(self._megatron)
 
@@ -239,14 +239,14 @@ class MicroBatchSchedule:
                 yield micro
 
         several = len(self._chunks) > 1
-        set_reduction(self._chunks[0].config, replicated if self.overlaps_reduction else ())
+        set_reduction(self._chunks[0].config, trained if self.overlaps_reduction else ())
         ranges = schedule_ranges(self._chunks[0].config)
         total = len(micro_batches) * len(self._chunks)
         with megatron_calls(), ranges, working(total=total, unit="micro-batches") as work:
             get_forward_backward_func(pp, len(self._chunks) if several else None)(
                 forward_step_func=step,
                 data_iterator=[micros() for _ in self._chunks] if several else micros(),
-                model=list(replicated or self._chunks),
+                model=list(trained or self._chunks),
                 num_microbatches=len(micro_batches),
                 seq_length=1,  # unused: micro-batches are ragged (variable_seq_lengths)
                 micro_batch_size=1,

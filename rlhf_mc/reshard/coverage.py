@@ -48,6 +48,7 @@ def training_coverage(shape: ModelShape, mesh: Mesh, layouts: Sequence[Layout]) 
         if param.stage == "last_if_not_first" and mesh.pp == 1:
             return 0
         replicas = mesh.replicas // mesh.ep if param.stage == "expert" else mesh.replicas
+        replicas //= 1 if param.is_correction_bias else mesh.shards
         return replicas if SPLIT_DIMS.intersection(dims) else replicas * mesh.tp
 
     return _coverage("Megatron-Core", shape, layouts, copies)

@@ -16,17 +16,51 @@ from rlhf_mc.topology.mesh import Coordinate, Mesh
 def training_layouts(
     shape: ModelShape, mesh: Mesh, transformer_engine: bool = False
 ) -> list[Layout]:
-    """Return each rank's layout of a Megatron-Core model. transformer_engine: the layers are
-    Transformer Engine's."""
-    known: dict[Coordinate, Layout] = {}
+    """Return each rank's layout of a Megatron-Core model, or of its rows where the mesh shards
+    them. transformer_engine: the layers are Transformer Engine's."""
+    known: dict[tuple[Coordinate, int], Layout] = {}
     layouts = []
     for rank in range(mesh.world):
         # Replicas share one Layout object, for which make_plan plans once.
         coordinate = replace(mesh.coordinate(rank), dp=0, cp=0)
-        if coordinate not in known:
-            known[coordinate] = training_layout(shape, mesh, coordinate, transformer_engine)
-        layouts.append(known[coordinate])
+        key = coordinate, rank % mesh.shards
+        if key not in known:
+            layout = training_layout(shape, mesh, coordinate, transformer_engine)
+            known[key] = layout if mesh.shards == 1 else row_shard(layout, key[1], mesh.shards)
+        layouts.append(known[key])
     return layouts
+
+
+def row_shard(layout: Layout, part: int, parts: int) -> Layout:
+    """Return the part-th of `parts` shards of a layout's tensors by rows, as torch's fully_shard
+    has them: of n rows ceil(n / parts) each, the last ones fewer or none. Tensors without rows are
+    left out; float32 ones (correction biases) are whole."""
+    shapes = {}
+    shards = []
+    for local, size in layout.stacked_shapes.items():
+        of_local = layout.by_local.get(local, [])
+        if local in layout.float32:
+            shapes[local] = size
+            shards += of_local
+            continue
+        axis = 1 if isinstance(local, Stack) else 0
+        most = -(-size[axis] // parts)
+        start, end = (min(bound * most, size[axis]) for bound in (part, part + 1))
+        if start == end:
+            continue
+        shapes[local] = (*size[:axis], end - start, *size[axis + 1 :])
+        for shard in of_local:
+            assert len(shard.offset) == len(shard.box), shard
+            first = shard.offset[axis]
+            box = list(shard.box)
+            low = max(start, first)
+            high = min(end, first + box[axis][1] - box[axis][0])
+            if low >= high:
+                continue
+            box[axis] = (box[axis][0] + low - first, box[axis][0] + high - first)
+            offset = (*shard.offset[:axis], low - start, *shard.offset[axis + 1 :])
+            shards.append(replace(shard, box=tuple(box), offset=offset))
+    return replace(layout, stacked_shapes=shapes, stacked=tuple(shards))
 
 
 def training_layout(

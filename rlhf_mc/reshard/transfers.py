@@ -98,7 +98,9 @@ def join_strided(transfers: Iterable[Transfer]) -> Iterable[Transfer]:
         dst_step = (
             new.dst_offset[axes[1]] - run.dst_offset[axes[1]] - (run.count - 1) * run.dst_step
         )
-        if run.count == 1 or (src_step, dst_step) == (run.src_step, run.dst_step):
+        # Of interleaved heads, a shard by rows (placement.row_shard) may have later rows first.
+        starts = run.count == 1 and min(src_step, dst_step) > 0
+        if starts or (src_step, dst_step) == (run.src_step, run.dst_step):
             joined[key] = replace(run, count=run.count + 1, src_step=src_step, dst_step=dst_step)
         else:
             done.append(run)

@@ -331,7 +331,9 @@ def _rollout(
             per_node,
             shares_weights(cfg),
             # with quantization each update writes temporary tensors, with adapters it reads them
-            keep_views=cfg.rollout.quantization is None and actor.shape.lora is None,
+            keep_views=cfg.rollout.quantization is None
+            and actor.shape.lora is None
+            and actor.strategy.has_weights,
         )
     with working(f"starting {factory.title}"):
         # make_trainable has moved the actor's parameters to their final storage before.

@@ -69,6 +69,12 @@ class ProcessGroups:
         return self.collection.intra_dist_opt
 
     @property
+    def sharding(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The groups of the replicas of this rank's shard, and of the shards of its replica."""
+        made = self.collection
+        return (made.fsdp_replicas, made.fsdp) if self.mesh.shards > 1 else (made.dp_cp, made.tp)
+
+    @property
     def coordinate(self) -> Coordinate:
         assert self.is_member, f"rank {self.rank} is not in {self.mesh}"
         return self.mesh.coordinate(self.rank)
@@ -214,6 +220,10 @@ def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:
         context_group(mesh, size): mesh.context_blocks(size) for size in (1, *mesh.context_sizes)
     }
     ranks["pos_embd"] = [stages[:1] for stages in ranks["pp"]]
+    if mesh.shards > 1:
+        every = list(range(mesh.world))
+        ranks["fsdp"] = [every[a : a + mesh.shards] for a in every[:: mesh.shards]]
+        ranks["fsdp_replicas"] = [every[a :: mesh.shards] for a in every[: mesh.shards]]
     return ranks
 
 

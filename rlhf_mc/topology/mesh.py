@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.config.model_schema import MegatronConfig, fsdp_config
 
 Axis = Literal["tp", "cp", "dp", "ep", "expert_dp", "pp"]
 """Axes of a mesh. The replicas of the weights are split twice: for the tokens into "cp" and "dp",
@@ -56,6 +56,8 @@ class Mesh:
     """Number of neighbouring replicas that share each sequence."""
     dynamic_cp: bool = False
     """Each micro-batch has its own context-parallel size, a power of two up to cp."""
+    shards: int = 1
+    """Number of neighbouring replicas over which each parameter is sharded by rows (FSDP2)."""
 
     def __post_init__(self) -> None:
         sizes = f"{self.tp} x {self.cp} x {self.pp}"
@@ -65,6 +67,7 @@ class Mesh:
         assert self.replicas % self.ep == 0, (
             f"expert parallel {self.ep} does not divide {self.replicas} replicas"
         )
+        assert self.replicas % self.shards == 0, f"{self.shards} shards, {self.replicas} replicas"
 
     @property
     def replicas(self) -> int:
@@ -148,7 +151,8 @@ class Mesh:
         least = "1 to " if self.dynamic_cp else ""
         context = f" x CP {least}{self.cp}" if self.cp > 1 else ""
         experts = f", experts over {self.ep} replicas" if self.ep > 1 else ""
-        return f"TP {self.tp}{context} x PP {self.pp}{chunks} x DP {self.dp}{experts}"
+        shards = f", parameters over {self.shards} of them" if self.shards > 1 else ""
+        return f"TP {self.tp}{context} x PP {self.pp}{chunks} x DP {self.dp}{experts}{shards}"
 
     def is_first_stage(self, rank: int) -> bool:
         """Return whether the rank holds the embedding."""
@@ -204,6 +208,8 @@ def _indices(rank: int, axes: tuple[tuple[Axis, int], ...]) -> dict[Axis, int]:
 
 def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
     """Return the training mesh of the settings."""
+    fsdp = fsdp_config(megatron)
+    whole = world if fsdp is not None and fsdp.fsdp_size == -1 else 1
     return Mesh(
         world,
         megatron.tensor_model_parallel_size,
@@ -214,6 +220,7 @@ def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
         vpp=megatron.virtual_pipeline_model_parallel_size or 1,
         cp=megatron.context_parallel_size,
         dynamic_cp=megatron.dynamic_context_parallel,
+        shards=max(whole, fsdp.fsdp_size) if fsdp is not None else 1,
     )
 
 

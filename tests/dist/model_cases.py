@@ -311,7 +311,7 @@ def updates_with_bad_losses(
 def _parameters_and_states(engine: ModelEngine) -> dict[str, torch.Tensor]:
     """Return copies of this rank's parameters and of all tensors of its optimizer."""
     out = {name: param.clone() for name, param in engine.params.items()}
-    for part in engine._optimizer.chained_optimizers:
+    for part in engine.strategy.optimizer.chained_optimizers:
         for number, state in enumerate(part.optimizer.state.values()):
             tensors = {
                 key: value for key, value in state.items() if isinstance(value, torch.Tensor)
@@ -347,7 +347,7 @@ def bfloat16_steps(
             engine.train_step(batch, _my_micro_batches(engine, batch, 48), objective)
             moved.append(float((weight != start)[large].float().mean()))
         params = list(engine.model.parameters())
-        states = engine._optimizer.chained_optimizers[0].optimizer.state
+        states = engine.strategy.optimizer.chained_optimizers[0].optimizer.state
         return {
             "weights": {str(p.dtype) for p in params},
             "main": {str(p.main_param.dtype) for p in params if p.main_param is not None},

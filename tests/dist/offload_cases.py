@@ -92,10 +92,10 @@ def groups_on_device(engine: ModelEngine) -> list[str]:
     """Return the names of the model's tensor groups on the device. Each group must be there
     entirely or not at all."""
     tensors: dict[str, list[torch.Tensor]] = {"params": list(engine.named_parameters().values())}
-    if engine._optimizer is not None:
+    if engine.strategy.optimizer is not None:
         params = {param.untyped_storage()._cdata for param in tensors["params"]}
         tensors["grads"] = [param.main_grad for param in tensors["params"]]
-        state = optimizer_tensors(engine._optimizer)
+        state = optimizer_tensors(engine.strategy.optimizer)
         tensors["optimizer"] = [t for t in state if t.untyped_storage()._cdata not in params]
     found = []
     for name, members in tensors.items():
@@ -137,7 +137,7 @@ def steps_with_offload(
         engine.offload.offload_all_but(())
         offloaded.append(engine.offload.offloaded_bytes)
         engine.offload.onload(("params", "optimizer"))
-        held = [*engine.params.values(), *optimizer_tensors(engine._optimizer)]
+        held = [*engine.params.values(), *optimizer_tensors(engine.strategy.optimizer)]
         return [tensor.detach().clone() for tensor in held], norms, offloaded
 
 

@@ -53,10 +53,10 @@ def _state(engine: ModelEngine) -> ModelState:
     params = list(engine.named_parameters().values())
     grads = [
         buffer.grad_data
-        for ddp in engine._ddp
+        for ddp in engine.strategy.buffered
         for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
     ]
-    optimizer = list(tensors_besides(optimizer_tensors(engine._optimizer), params))
+    optimizer = list(tensors_besides(optimizer_tensors(engine.strategy.optimizer), params))
     return ModelState(
         *[sum(s.nbytes() for s in distinct_storages(part)) for part in (params, grads, optimizer)]
     )

@@ -23,10 +23,10 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import engine as engine_module
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.gpt_model import PackedGPT
+from rlhf_mc.models.strategies import distributed_optimizer
 
 BUCKET = 20_000
 """Parameters of a bucket: a small part of the tests' models."""
@@ -70,7 +70,7 @@ def train(
     steps = []
     with (
         mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups,
-        mock.patch.object(engine_module, "DistributedDataParallelConfig", small),
+        mock.patch.object(distributed_optimizer, "DistributedDataParallelConfig", small),
     ):
         engine = make_engine(checkpoint, role, groups, **megatron)
         names = [
@@ -135,7 +135,7 @@ def steps_with_faults(
 
 
 def _num_groups(engine: ModelEngine) -> int:
-    return len(engine._ddp[0].bucket_groups)
+    return len(engine.strategy.buffered[0].bucket_groups)
 
 
 @contextmanager

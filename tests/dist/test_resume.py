@@ -49,7 +49,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP 4 of 2 KV heads": (4, ["tensor_model_parallel_size=4"]),
     "TP 2 x DP 2": (4, ["tensor_model_parallel_size=2"]),
 }
-"""Number of ranks, settings of actor.megatron."""
+LAYOUTS["FSDP2"] = (2, ["actor.strategy=fsdp2"])
+LAYOUTS["FSDP2, bfloat16"] = (2, ["actor.strategy=fsdp2", "dtype=bfloat16"])
+"""Number of ranks, settings of actor.megatron, or with their whole name."""
 POOLS = "pools of one rank"
 LAYOUTS[POOLS] = (2, ["dtype=bfloat16"])
 
@@ -82,7 +84,7 @@ class UninterruptedRuns:
         world, settings = LAYOUTS[layout]
         overrides = [
             *overrides,
-            *(f"actor.megatron.{s}" for s in settings),
+            *(s if s.startswith("actor.") else f"actor.megatron.{s}" for s in settings),
             *(("resource_pools.train=1", "resource_pools.rollout=1") if layout == POOLS else ()),
             f"trainer.default_local_dir={directory}",
         ]
@@ -139,7 +141,8 @@ def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize(
-    "layout", ["one rank, bfloat16", "TP 2", "DP 2", "CP 2", "DP 2, shared prompts"]
+    "layout",
+    ["one rank, bfloat16", "TP 2", "DP 2", "CP 2", "DP 2, shared prompts", "FSDP2, bfloat16"],
 )
 def test_resume_on_same_layout_is_bit_exact(
     runs: UninterruptedRuns, tmp_path: Path, layout: str
@@ -279,6 +282,8 @@ def test_file_modes_follow_the_umask(runs: UninterruptedRuns, tmp_path: Path) ->
         ("one rank", "CP 2"),
         ("CP 2", "one rank"),
         ("DP 2", "TP 4 of 2 KV heads"),
+        ("DP 2", "FSDP2"),
+        ("FSDP2", "TP 2"),
     ],
 )
 def test_resume_in_another_layout_keeps_models_and_metrics(
@@ -313,6 +318,20 @@ def test_resume_in_another_layout_keeps_models_and_metrics(
         then = assembled(loaded, "then")
         saved = assembled(resumed, "last")
         assert then.keys() == saved.keys() and all((then[key] == saved[key]).all() for key in then)
+
+
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [("FSDP2, bfloat16", "one rank, bfloat16"), ("DP 2, shared prompts", "FSDP2, bfloat16")],
+)
+def test_shards_of_bfloat16_weights_are_saved_and_read_whole(
+    runs: UninterruptedRuns, tmp_path: Path, source: str, layout: str
+) -> None:
+    """Check that weights, main parameters and moments are the saved ones to the last bit."""
+    then = assembled(runs.resumed(source, layout, tmp_path), "then")
+    saved = assembled(runs.results(source), "then")
+    assert any(".main." in key for key in then) and then.keys() == saved.keys()
+    assert all((then[key] == saved[key]).all() for key in then)
 
 
 def test_draws_by_file_weights_continue_after_a_resume(

@@ -25,6 +25,7 @@ from rlhf_mc.config.schema import (
     LossAggMode,
     MegatronConfig,
     OptimConfig,
+    RoleLayout,
 )
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
@@ -112,7 +113,7 @@ def make_engine(
     reader = HFReader(checkpoint)
     shape = ModelShape.from_hf_config(reader.config, value_head=role == "critic")
     shape = with_adapters(shape, f"{role}.lora", lora or LoraConfig())
-    config = MegatronConfig(
+    config = RoleLayout(
         tensor_model_parallel_size=groups.mesh.tp,
         pipeline_model_parallel_size=groups.mesh.pp,
         virtual_pipeline_model_parallel_size=groups.mesh.vpp if groups.mesh.vpp > 1 else None,
@@ -128,7 +129,8 @@ def make_engine(
     import_hf(reader, engine_layouts(engine, shape.base)[groups.rank], engine.params, skip=skip)
     if role == "critic" and groups.is_last_stage:
         name = chunk_prefix(groups.mesh.vpp - 1, groups.mesh.vpp) + "output_layer.weight"
-        engine.params[name].copy_(value_head_weight(shape.hidden_size))
+        if name in engine.params:  # a shard of its one row may be empty
+            engine.params[name].copy_(value_head_weight(shape.hidden_size))
     return engine
 
 

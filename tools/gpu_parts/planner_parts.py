@@ -84,10 +84,10 @@ def _state(engine: ModelEngine) -> dict[str, float]:
     params = list(engine.named_parameters().values())
     grads = [
         buffer.grad_data
-        for ddp in engine._ddp
+        for ddp in engine.strategy.buffered
         for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
     ]
-    optimizer = list(tensors_besides(optimizer_tensors(engine._optimizer), params))
+    optimizer = list(tensors_besides(optimizer_tensors(engine.strategy.optimizer), params))
     parts = {"params": params, "grads": grads, "optimizer": optimizer}
     return {
         name: sum(s.nbytes() for s in distinct_storages(tensors)) for name, tensors in parts.items()

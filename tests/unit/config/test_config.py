@@ -21,6 +21,7 @@ from rlhf_mc.config.fields import field_types, is_free_on_resume
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.load import dotted_keys, load_config, to_dict
 from rlhf_mc.config.model_schema import TRAINING_ONLY, MegatronConfig
+from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.schema import Config, TrainerConfig, layouts
 
 
@@ -159,7 +160,7 @@ ACTOR_SPLIT = (
 def test_role_inherits_the_layout_of_the_actor(config_file: Path, role: str) -> None:
     config_file.write_text(MINIMAL + f"{role}:\n  megatron:\n")
     cfg = load(config_file, *ACTOR_SPLIT)
-    assert layouts(cfg)[role] == cfg.actor.megatron
+    assert layouts(cfg)[role] == layouts(cfg)["actor"]
     assert getattr(cfg, role).megatron is not cfg.actor.megatron
 
 
@@ -188,11 +189,13 @@ def test_role_does_not_inherit_settings_of_another_split(config_file: Path, role
     parallelism."""
     cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.tensor_model_parallel_size=2")
     assert layouts(cfg)[role] == dataclasses.replace(
-        cfg.actor.megatron, tensor_model_parallel_size=2
+        layouts(cfg)["actor"], tensor_model_parallel_size=2
     )
     cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.pipeline_model_parallel_size=1")
     assert layouts(cfg)[role] == dataclasses.replace(
-        cfg.actor.megatron, pipeline_model_parallel_size=1, num_layers_in_first_pipeline_stage=None
+        layouts(cfg)["actor"],
+        pipeline_model_parallel_size=1,
+        num_layers_in_first_pipeline_stage=None,
     )
     cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.tensor_model_parallel_size=1")
     assert not getattr(cfg, role).megatron.sequence_parallel
@@ -201,6 +204,26 @@ def test_role_does_not_inherit_settings_of_another_split(config_file: Path, role
     one = f"{role}.megatron.tensor_model_parallel_size=1"
     cfg = load(config_file, *ACTOR_SPLIT, one, f"{role}.megatron.sequence_parallel=true")
     assert getattr(cfg, role).megatron.sequence_parallel
+
+
+def test_strategy_is_inherited_without_what_it_cannot_have(
+    config_file: Path, tmp_path: Path
+) -> None:
+    """Check that a role has the sharding of an actor with fsdp2, and with fsdp2 itself all but the
+    split of a split actor."""
+    sharded = ("actor.strategy=fsdp2", "actor.fsdp_config.fsdp_size=2")
+    cfg = load(config_file, *sharded, "ref.fsdp_config.reshard_after_forward=false")
+    assert layouts(cfg)["critic"].fsdp == model_schema.FsdpConfig(fsdp_size=2)
+    assert layouts(cfg)["ref"].fsdp == model_schema.FsdpConfig(2, reshard_after_forward=False)
+    assert load(config_file, *sharded, "ref.strategy=megatron").ref.strategy == "megatron"
+    cfg = load(config_file, *ACTOR_SPLIT, "ref.strategy=fsdp2", "actor.megatron.dtype=float32")
+    assert (cfg.actor.strategy, cfg.critic.strategy) == ("megatron", "megatron")
+    megatron = cfg.ref.megatron
+    assert (megatron.tensor_model_parallel_size, megatron.dtype) == (1, "float32")
+    assert not megatron.sequence_parallel
+    again = tmp_path / "again.yaml"
+    again.write_text(commented_yaml(cfg))
+    assert load(again) == cfg
 
 
 def test_layout_of_a_role_can_be_loaded_again(config_file: Path, tmp_path: Path) -> None:
@@ -233,7 +256,7 @@ def test_dotted_keys_cover_every_field() -> None:
     assert len(keys) == len(set(keys))
     leaves = {key.rsplit(".", 1)[-1] for key in keys}
     sections = {part for key in keys for part in key.split(".")[:-1]}
-    for cls in set(section_classes()) - {algorithm_schema.EstimatorNeeds}:
+    for cls in set(section_classes()) - {algorithm_schema.EstimatorNeeds, model_schema.RoleLayout}:
         for field in dataclasses.fields(cls):
             assert field.name in leaves | sections, f"{cls.__name__}.{field.name}"
 

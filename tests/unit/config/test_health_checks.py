@@ -33,6 +33,7 @@ ALONE = ("actor.megatron.overlap_grad_reduce=false", "critic.megatron.overlap_gr
             ),
         ),
         ([HALVE], "that needs actor.megatron.overlap_grad_reduce: false (now null)"),
+        ([HALVE, "actor.strategy=fsdp2"], "that needs actor.strategy: megatron"),
         (
             [HALVE, ALONE[0], "critic.megatron.overlap_grad_reduce=true"],
             "that needs critic.megatron.overlap_grad_reduce",

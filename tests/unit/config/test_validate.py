@@ -57,6 +57,12 @@ from rlhf_mc.config.fields import leaf_hints, number_range
         ("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true"),
         ("algorithm.kl_ctrl.type=adaptive", "actor.use_kl_loss=true"),
         ("rollout.quantization=fp8", "reshard.share_weights=false"),
+        ("actor.strategy=fsdp2", "actor.fsdp_config.fsdp_size=2"),
+        # no weights are shared
+        ("actor.strategy=fsdp2", "actor.megatron.param_offload=true"),
+        ("actor.strategy=fsdp2", "actor.megatron.context_parallel_size=2"),
+        # the actor's split is not inherited
+        ("actor.megatron.tensor_model_parallel_size=2", "ref.strategy=fsdp2"),
         ("algorithm.kl_ctrl.target_kl=0",),  # not used by the fixed controller
     ],
 )
@@ -67,6 +73,38 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        *(
+            (
+                ("actor.strategy=fsdp2", f"actor.megatron.{name}={value}"),
+                (f"actor.strategy is fsdp2 and actor.megatron.{name} is {shown}; set it to",),
+            )
+            for name, value, shown in (
+                ("tensor_model_parallel_size", 2, 2),
+                ("pipeline_model_parallel_size", 2, 2),
+                ("expert_model_parallel_size", 2, 2),
+                ("fp8", "tensorwise", "tensorwise"),
+                ("use_distributed_optimizer", "false", "false"),
+                ("overlap_grad_reduce", "true", "true"),
+                ("grad_offload", "true", "true"),
+            )
+        ),
+        (
+            ("actor.strategy=fsdp2", "actor.fsdp_config.fsdp_size=3"),
+            ("actor.fsdp_config.fsdp_size 3 does not divide the 4 processes of this run",),
+        ),
+        (
+            ("ref.strategy=fsdp2", "model.dist_checkpointing_path=/somewhere"),
+            ("ref.strategy is fsdp2; its weights come from the safetensors of model.path",),
+        ),
+        (
+            (
+                "actor.lora.rank=4",
+                "reshard.share_weights=false",
+                "actor.use_kl_loss=true",
+                "ref.strategy=fsdp2",
+            ),
+            ("actor.lora.rank is 4 and ref.strategy is fsdp2; the reference is the actor",),
+        ),
         *(
             ((f"{key}=1023", *kl), (f"{key} is 1023", "longest sequence", ("data.max_prompt_length "
                                                                           "512"), "= 1024"))

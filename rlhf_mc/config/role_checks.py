@@ -1,0 +1,124 @@
+"""Checks of the models of a run, in the form of checks.py: of each model's layout by itself, and
+of distillation. checks.py has the checks of the layouts on the run's processes. Teachers'
+tokenizers, vocabularies and rows are checked where these are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_mc.config.algorithm_schema import SELECTING_LOSSES
+from rlhf_mc.config.model_schema import UNSPLIT, RoleLayout
+from rlhf_mc.config.reward_schema import TEACHERS, unnamed
+from rlhf_mc.config.roles import uses_critic
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.yaml_reader import yaml_text
+
+
+def problems(cfg: Config) -> Iterator[str]:
+    """Yield the problems of the models' layouts and of distillation."""
+    for role, megatron in layouts(cfg).items():
+        yield from _layout(f"{role}.megatron", megatron)
+        yield from _sharding(cfg, role, megatron)
+        yield from _virtual_stages(cfg, role, megatron)
+    yield from _distillation(cfg)
+
+
+def _sharding(cfg: Config, role: str, layout: RoleLayout) -> Iterator[str]:
+    if layout.fsdp is None:
+        return
+    for name, wanted in UNSPLIT.items():
+        if (value := getattr(layout, name)) != wanted:
+            yield (
+                f"{role}.strategy is fsdp2 and {role}.megatron.{name} is {yaml_text(value)}; set "
+                f"it to {yaml_text(wanted)}, or {role}.strategy to megatron"
+            )
+    if cfg.model.dist_checkpointing_path is not None and not _has_own_checkpoint(cfg, role):
+        yield (
+            f"{role}.strategy is fsdp2; its weights come from the safetensors of model.path: set "
+            "model.dist_checkpointing_path to null"
+        )
+
+
+def _has_own_checkpoint(cfg: Config, role: str) -> bool:
+    return unnamed(role) in ("reward_model", "teacher_model") or (
+        role == "critic" and cfg.critic.model_path is not None
+    )
+
+
+def _layout(section: str, megatron: RoleLayout) -> Iterator[str]:
+    tp = megatron.tensor_model_parallel_size
+    pp = megatron.pipeline_model_parallel_size
+    if tp == 1 and megatron.sequence_parallel:
+        yield (
+            f"{section}.sequence_parallel is true; that needs "
+            f"{section}.tensor_model_parallel_size of at least 2"
+        )
+    if megatron.fp8 is not None and megatron.dtype != "bfloat16":
+        yield (
+            f"{section}.fp8 is {megatron.fp8!r} and {section}.dtype is {megatron.dtype}; fp8 needs "
+            "bfloat16"
+        )
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        layers = getattr(megatron, name)
+        if layers is not None and pp == 1:
+            yield (
+                f"{section}.{name} is {layers}; that needs "
+                f"{section}.pipeline_model_parallel_size of at least 2"
+            )
+
+
+def _virtual_stages(cfg: Config, role: str, megatron: RoleLayout) -> Iterator[str]:
+    section = f"{role}.megatron"
+    chunks = megatron.virtual_pipeline_model_parallel_size
+    if chunks is None:
+        return
+    key = f"{section}.virtual_pipeline_model_parallel_size is {chunks};"
+    if chunks < 2:
+        yield f"{key} it must be at least 2, or null"
+    if megatron.pipeline_model_parallel_size == 1:
+        yield f"{key} that needs {section}.pipeline_model_parallel_size of at least 2"
+    for other in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if getattr(megatron, other) is not None:
+            yield f"{key} with it all stages have as many layers: set {section}.{other} to null"
+    if cfg.model.dist_checkpointing_path is not None and not _has_own_checkpoint(cfg, role):
+        yield (
+            f"{key} with it weights come from the safetensors of model.path: set "
+            "model.dist_checkpointing_path to null"
+        )
+
+
+def _distillation(cfg: Config) -> Iterator[str]:
+    if not cfg.distillation.enabled:
+        return
+    teachers = cfg.distillation.teacher_models
+    if not teachers:
+        yield f"distillation.enabled is true and {TEACHERS} is empty; it needs a teacher"
+    keys = [teacher.key for teacher in teachers.values()]
+    for name, teacher in teachers.items() if len(keys) > 1 else ():
+        if teacher.key is None or keys.count(teacher.key) > 1:
+            yield (
+                f"{TEACHERS}.{name}.key is {yaml_text(teacher.key)}; of {len(keys)} teachers each "
+                "needs the data source that it scores, and a data source has one"
+            )
+    loss = cfg.distillation.distillation_loss
+    section = "distillation.distillation_loss"
+    if loss.loss_mode in ("k1", "kl") and not loss.use_policy_gradient:
+        yield (
+            f"{section}.loss_mode is {loss.loss_mode}, whose gradient does not depend on the "
+            f"teacher, and {section}.use_policy_gradient is false; set it to true, or another mode"
+        )
+    if loss.log_prob_min_clamp is not None and loss.log_prob_min_clamp >= 0:
+        yield f"{section}.log_prob_min_clamp is {loss.log_prob_min_clamp}; it must be below 0"
+    mode = cfg.actor.policy_loss.loss_mode
+    if mode in SELECTING_LOSSES and (loss.use_policy_gradient or not loss.use_task_rewards):
+        yield (
+            f"actor.policy_loss.loss_mode is {mode}, which selects tokens by the rewards' "
+            f"advantages, and {section} changes them in the update; set another loss"
+        )
+    if uses_critic(cfg) and not loss.use_task_rewards:
+        yield (
+            f"{section}.use_task_rewards is false and algorithm.adv_estimator is "
+            f"{cfg.algorithm.adv_estimator}, whose critic no loss of the actor would read; set "
+            "another, such as reinforce_plus_plus"
+        )

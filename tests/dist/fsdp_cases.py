@@ -1,0 +1,106 @@
+"""Functions that the ranks run in test_fsdp.py: engines with strategy fsdp2 beside the same engines
+with Megatron-Core's distributed optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from gpu_parts.engines import (
+    TEMPERATURE,
+    Role,
+    logical_tensors,
+    make_engine,
+    my_micro_batches,
+    objective,
+    score_tokens,
+    with_targets,
+)
+
+from rlhf_mc.config.model_schema import FsdpConfig
+from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.heads import log_prob_head, value_head
+from rlhf_mc.topology.groups import ProcessGroups, build_groups
+from rlhf_mc.topology.mesh import Mesh
+
+BUDGET = 32
+# A large eps keeps Adam smooth where a gradient is all but zero.
+OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, eps=1e-3, clip_grad=0.5)
+
+
+class Case(NamedTuple):
+    """One model on one mesh."""
+
+    checkpoint: str
+    role: Role = "actor"
+    shards: int = 0
+    """0: all ranks."""
+    cp: int = 1
+    megatron: dict[str, Any] = {}
+    sharding: dict[str, Any] = {}
+    distributed: bool = True
+    """Compare with the distributed optimizer, of which no rank has the whole gradient."""
+
+
+class Outcome(NamedTuple):
+    """What a strategy computes."""
+
+    scores: torch.Tensor
+    stats: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    """After the steps."""
+
+
+@contextmanager
+def sharded_groups(shards: int = 1, cp: int = 1) -> Iterator[ProcessGroups]:
+    """Build the process groups of a mesh of which each parameter is sharded over `shards` ranks."""
+    yield build_groups(Mesh(dist.get_world_size(), 1, 1, cp=cp, shards=shards))
+
+
+def outcomes(case: Case, batch: RaggedBatch, steps: int = 3) -> tuple[Outcome, Outcome]:
+    """Return what the distributed optimizer computes, and fsdp2."""
+    world = dist.get_world_size()
+    with sharded_groups(cp=case.cp) as groups:
+        zero_1 = {"use_distributed_optimizer": case.distributed}
+        engine = make_engine(case.checkpoint, case.role, groups, **zero_1, **case.megatron)
+        if case.role == "actor":
+            batch = with_targets(engine, batch)
+        wanted = outcome(engine, batch, steps)
+    with sharded_groups(case.shards or world, case.cp) as groups:
+        fsdp = FsdpConfig(case.shards or -1, **case.sharding)
+        engine = make_engine(case.checkpoint, case.role, groups, fsdp=fsdp, **case.megatron)
+        return wanted, outcome(engine, batch, steps)
+
+
+def outcome(engine: ModelEngine, batch: RaggedBatch, steps: int) -> Outcome:
+    """Score the batch, train on it, and score it again with the new weights."""
+    head = (
+        log_prob_head(engine.shape.vocab_size, TEMPERATURE)
+        if engine.name == "actor"
+        else value_head
+    )
+    engine.make_trainable(OPTIM, total_steps=steps)
+    scores = [score_tokens(engine, batch, head, BUDGET)]
+    micro_batches = my_micro_batches(engine, batch, BUDGET)
+    loss = objective(engine, batch, "token-mean")
+    stats = engine.backward(batch, micro_batches, loss)
+    gradients = logical_tensors(engine, dict(engine.strategy.gradients()))
+    norms = []
+    for _ in range(steps):
+        norms.append(engine.train_step(batch, micro_batches, loss).grad_norm)
+        engine.end_of_ppo_step()
+    scores.append(score_tokens(engine, batch, head, BUDGET))
+    weights = {name: param.float() for name, param in engine.params.items()}
+    return Outcome(torch.stack(scores), stats, gradients, norms, logical_tensors(engine, weights))
+
+
+def all_outcomes(cases: Sequence[Case], batch: RaggedBatch) -> list[tuple[Outcome, Outcome]]:
+    """Return `outcomes` of each case."""
+    return [outcomes(case, batch) for case in cases]
