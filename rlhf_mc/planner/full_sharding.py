@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -20,7 +20,6 @@ from rlhf_mc.planner.collectives import Collective
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import layout_at
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 _FLOAT32 = 4
@@ -54,6 +53,8 @@ class FullySharded:
     """Layers are freed after their forward pass (reshard_after_forward)."""
     itemsize: int
     """Bytes of an element of the type in which the model computes."""
+    whole: int
+    """Bytes of correction biases, which each rank has whole."""
     all: Units
     trained: Units
 
@@ -62,8 +63,14 @@ class FullySharded:
         """The bytes on a rank: of what is trained the parameters are the float32 main parameters,
         and gradients and Adam's moments are float32 too."""
         trained = self.trained.total * _FLOAT32
-        kept = (self.all.total - self.trained.total) * self.itemsize
+        kept = (self.all.total - self.trained.total) * self.itemsize + self.whole
         return ModelState(trained + kept, trained, _MOMENTS * trained)
+
+    @property
+    def narrowed(self) -> float:
+        """The bytes of the copy of the main parameters, in the type in which the model computes,
+        that a weight update or an export reads."""
+        return float(self.trained.total * self.itemsize) if self.itemsize < _FLOAT32 else 0.0
 
     def gathered(self, is_update: bool) -> dict[str, float]:
         """Return the bytes of whole parameters in a pass: of the root and of two layers, the one
@@ -100,43 +107,45 @@ class FullySharded:
 
 
 def full_sharding(
-    cfg: Config, role: str, shape: ModelShape, world: int, cuda: bool = True
+    cfg: Config, role: str, shape: ModelShape, mesh: Mesh, cuda: bool = True
 ) -> FullySharded | None:
-    """Return a role's model under FSDP2 on as many ranks; None: its layout is Megatron's."""
-    if cfg.actor.strategy != "fsdp2":
+    """Return a role's model under FSDP2 on the ranks of the mesh; None: its strategy is
+    Megatron's."""
+    layout = layouts(cfg)[role]
+    if layout.fsdp is None:
         return None
-    section = roles(cfg)[role]
-    settings = section.fsdp_config
-    ranks = world if settings.fsdp_size == -1 else settings.fsdp_size
-    freeze = getattr(section, "freeze", None)
+    freeze = getattr(roles(cfg)[role], "freeze", None)
     patterns = None if freeze is None else tuple(freeze)
-    units = _units(role, shape, patterns, ranks, cuda)
-    itemsize = ITEMSIZES[layouts(cfg)[role].dtype]
-    return FullySharded(world, ranks, settings.reshard_after_forward, itemsize, *units)
+    units = _units(role, shape, patterns, mesh.shards, cuda)
+    frees = layout.fsdp.reshard_after_forward
+    return FullySharded(mesh.world, mesh.shards, frees, ITEMSIZES[layout.dtype], *units)
 
 
 @functools.lru_cache(maxsize=64)
 def _units(
     role: str, shape: ModelShape, freeze: tuple[str, ...] | None, ranks: int, cuda: bool
-) -> tuple[Units, Units]:
-    """Return the units of all parameters, and of those that are trained. freeze: patterns of
-    tensors that are not trained; None: the model is never trained."""
+) -> tuple[int, Units, Units]:
+    """Return the bytes that each rank has whole, the units of all parameters, and of those that are
+    trained. freeze: patterns of tensors that are not trained; None: the model is never trained."""
     layout = layout_at(shape, Mesh(1, 1, 1), Coordinate(0, 0, 0), cuda)
-    frozen: Collection[str] = layout.shapes
+    sizes = {name: size for name, size in layout.shapes.items() if name not in layout.float32}
+    whole = sum(math.prod(layout.shapes[name]) * _FLOAT32 for name in layout.float32)
+    frozen: Collection[str] = sizes
     if freeze is not None:
         frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout)
-    trained = [name for name in layout.shapes if name not in frozen]
-    return _sharded(layout, shape, ranks, layout.shapes), _sharded(layout, shape, ranks, trained)
+    trained = {name: size for name, size in sizes.items() if name not in frozen}
+    return (
+        whole,
+        _sharded(sizes, shape.num_layers, ranks),
+        _sharded(trained, shape.num_layers, ranks),
+    )
 
 
-def _sharded(layout: Layout, shape: ModelShape, ranks: int, names: Iterable[str]) -> Units:
-    root = 0
-    layers = [0] * shape.num_layers
-    for name in names:
-        rows, *row = layout.shapes[name]
-        numel = math.ceil(rows / ranks) * math.prod(row)
-        if (match := _LAYER.match(name)) is None:
-            root += numel
-        else:
-            layers[int(match[1])] += numel
-    return Units(root, tuple(layers))
+def _sharded(sizes: Mapping[str, tuple[int, ...]], num_layers: int, ranks: int) -> Units:
+    """Return the units of parameters, given by name and shape."""
+    units = [0] * (num_layers + 1)
+    for name, (rows, *row) in sizes.items():
+        layer = _LAYER.match(name)
+        unit = num_layers if layer is None else int(layer[1])
+        units[unit] += math.ceil(rows / ranks) * math.prod(row)
+    return Units(units[num_layers], tuple(units[:num_layers]))

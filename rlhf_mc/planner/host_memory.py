@@ -87,13 +87,7 @@ def _rank_bytes(
                 parts[f"{role} optimizer"] = state.optimizer
             params = state.stored_params(shapes[role], ITEMSIZES[settings.dtype])
             mesh = training_mesh(settings, num_training_ranks(cfg, world))
-            # under FSDP2 no other rank, or those of another replica, hold a rank's parameters
-            is_sharded = cfg.actor.strategy == "fsdp2"
-            copies += (
-                params + state.optimizer
-                if is_sharded
-                else saved_bytes(params, state.optimizer, mesh)
-            )
+            copies += saved_bytes(params, state.optimizer, mesh)
     if saves_checkpoints(cfg.trainer) and cfg.trainer.async_save:
         parts["asynchronous save"] = copies
     responses = cfg.data.train_batch_size * responses_per_prompt(cfg)
@@ -111,4 +105,4 @@ def saved_bytes(params: float, optimizer: float, mesh: Mesh) -> float:
     optimizer state, and an equal part of the weights that replicas hold. With experts, most weights
     are theirs, and have fewer replicas. params, optimizer: bytes that the rank holds of what is
     stored."""
-    return params * mesh.ep / mesh.replicas + optimizer
+    return params * mesh.ep * mesh.shards / mesh.replicas + optimizer

@@ -223,10 +223,10 @@ class _Model:
         coordinate = model_coordinate(mesh, rank)
         self.stage = coordinate.pp
         freeze = {"actor": cfg.actor.freeze, "critic": cfg.critic.freeze}.get(role)
-        self._sharding = full_sharding(cfg, role, shape, mesh.world, cuda)
+        self.sharding = full_sharding(cfg, role, shape, mesh, cuda)
         self.state = (
-            self._sharding.state
-            if self._sharding is not None
+            self.sharding.state
+            if self.sharding is not None
             else rank_state(role, shape, self._megatron, mesh, coordinate, freeze, cuda)
         )
 
@@ -236,7 +236,7 @@ class _Model:
         offloads = {
             # On a CPU what is offloaded stays in the same memory; gradients are freed.
             "params": settings.param_offload and self._cuda,
-            "grads": settings.grad_offload,
+            "grads": settings.grad_offload or self.sharding is not None,
             "optimizer": settings.optimizer_offload and self._cuda,
         }
         sizes = vars(self.state)
@@ -269,7 +269,7 @@ class _Model:
 
     def gathered(self, is_update: bool) -> dict[str, float]:
         """Return the bytes of whole parameters and gradients of a pass of FSDP2."""
-        return {} if self._sharding is None else self._sharding.gathered(is_update)
+        return {} if self.sharding is None else self.sharding.gathered(is_update)
 
     def forward(self, work: Pass) -> float:
         """Return the bytes of activations of a pass without gradients."""
@@ -315,6 +315,10 @@ def _phases(
     if rollout is not None:
         buckets = 2 * min(bucket, rollout.weights + rollout.staged)
         work["update_weights"] = {"reshard buckets": buckets, "unquantized weights": rollout.staged}
+    actor = models.get("actor")
+    if actor is not None and actor.sharding is not None:
+        for name in ("update_weights", "export"):
+            work.setdefault(name, {})["weights to send"] = actor.sharding.narrowed
     for name in names:
         row = parts_on_device(name, reference_is_actor(cfg))
         assert row is not None

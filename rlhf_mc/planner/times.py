@@ -133,7 +133,7 @@ def passes(
     for work in phase_work(cfg, shapes, machine.world, lengths):
         megatron = layouts(cfg)[work.role]
         shape = shapes[work.role]
-        sharding = full_sharding(cfg, work.role, shape, work.mesh.world)
+        sharding = full_sharding(cfg, work.role, shape, work.mesh)
         model = _Model(shape, megatron, work.mesh, machine, lengths, work.computed, sharding)
         parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
         times.append(

@@ -187,7 +187,7 @@ def _pass_collectives(
     mesh = work.mesh
     replay = router_replay(cfg, shape) if work.role == "actor" else "off"
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda=True)
-    sharding = full_sharding(cfg, work.role, shape, mesh.world)
+    sharding = full_sharding(cfg, work.role, shape, mesh)
     for rank, layout in enumerate(rank_layouts):
         passes = Passes(shape, megatron, mesh, rank, cuda=True)
         once = (
@@ -274,7 +274,7 @@ def weight_update_plans(
     cfg: Config, shape: ModelShape, world: int, gpus_per_node: int
 ) -> list[Plan]:
     """Return the plans of the weight update on GPUs, as a run makes them. shape: the actor's."""
-    mesh = training_mesh(cfg.actor.megatron, num_training_ranks(cfg, world))
+    mesh = training_mesh(layouts(cfg)["actor"], num_training_ranks(cfg, world))
     shape = shape.base
     rank_layouts = planned_layouts(shape, mesh, cuda=True)
     if has_contiguous_experts(cfg):

@@ -44,9 +44,7 @@ critic. verl's reference has the actor's sizes and offload, and this type."""
 FULL = "full"
 ASKED_STRATEGY = "--strategy"
 """The user's choice for a run of FSDP, among verl's settings: fsdp2 or megatron."""
-_SHARDS_MORE = re.compile(
-    r"(actor|critic|ref)\..*(model|context|sequence|ulysses|expert)_parallel_size$"
-)
+_SHARDS_MORE = re.compile(r"(actor|critic|ref)\..*(model|expert)_parallel_size$")
 _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
 """Settings that a role of verl's does not inherit from the actor."""
 
@@ -62,7 +60,7 @@ def fsdp_obstacle(verl: Settings) -> str | None:
         return f"by {ASKED_STRATEGY} megatron"
     for key, value in verl.items():
         if _SHARDS_MORE.match(key) and type(value) is int and value > 1:
-            return f"{key} is {value}, and fsdp2 shards parameters alone"
+            return f"{key} is {value}, which fsdp2 does not have"
     return None
 
 
@@ -125,6 +123,11 @@ def _fsdp_defaults(
 ) -> Iterator[MappedSetting]:
     if is_fsdp2(verl) and "actor.strategy" not in settings:
         yield verl_default("actor.strategy", "fsdp2", "verl's fsdp; ours: megatron")
+    for key in list(settings) if is_fsdp2(verl) else ():
+        is_size = key.endswith(".megatron.tensor_model_parallel_size")
+        if is_size and int_or_default(settings, key, 1) > 1:
+            role = key.removesuffix(".megatron.tensor_model_parallel_size")
+            yield verl_default(f"{role}.strategy", "megatron", f"for {key}; ours: the actor's")
     actor = "actor.megatron.recompute_granularity"
     critic = "critic.megatron.recompute_granularity"
     if actor not in settings:
@@ -245,8 +248,6 @@ def fsdp_offload(key: str, value: Any, verl: Settings) -> MappedSetting:
     role = key.partition(".")[0]
     name = key.rpartition(".")[2]
     if name in ("offload_policy", "enable_fsdp_offload"):
-        if is_fsdp2(verl):
-            return renamed(f"{role}.fsdp_config.offload_policy", bool(value))
         return renamed(f"{role}.megatron.param_offload", value=True) if value else implied("off")
     if name in TRAINING_ONLY and role not in ("actor", "critic"):
         return not_needed("it does nothing for a model that is never trained")

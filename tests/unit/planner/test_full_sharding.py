@@ -12,10 +12,12 @@ from documents import ROOT
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config
+from rlhf_mc.config.schema import layouts
 from rlhf_mc.planner.__main__ import main
 from rlhf_mc.planner.collectives import Collective
 from rlhf_mc.planner.full_sharding import FullySharded, full_sharding
 from rlhf_mc.planner.model_state import ModelState
+from rlhf_mc.topology.mesh import training_mesh
 
 CONFIG = str(ROOT / "configs/ppo_qwen2.5_0.5b.yaml")
 SMALL = ModelShape.from_hf_config(
@@ -45,7 +47,7 @@ TOTAL = ROOT_UNIT + 2 * LAYER
 
 def sharded(role: str, world: int, *overrides: str) -> FullySharded:
     cfg = load_config(CONFIG, ["actor.strategy=fsdp2", *overrides])
-    found = full_sharding(cfg, role, SMALL, world)
+    found = full_sharding(cfg, role, SMALL, training_mesh(layouts(cfg)[role], world))
     assert found is not None
     return found
 
@@ -159,6 +161,10 @@ def test_nothing_is_divided_by_tensor_or_pipeline_parallelism(plan: Any) -> None
             size * 7.616e9 / 16, rel=0.01
         )
     assert taken(found, "ref", "ref params") == pytest.approx(2 * 7.616e9 / 16, rel=0.01)
+    assert taken(found, "gen", "actor grads") == 0, "gradients are freed after each update"
+    # An engine on each rank receives all rows but the rank's own.
+    weights = received(found, "update_weights", "weights")
+    assert weights == pytest.approx(2 * 7.616e9 * 15 / 16, rel=0.01)
 
 
 def test_a_run_that_does_not_fit_says_which_part(plan: Any) -> None:

@@ -340,7 +340,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.actor.veomni.param_offload", True,
          ("renamed", "actor.megatron.param_offload", True)),
         ("actor_rollout_ref.actor.veomni.enable_fsdp_offload", True,
-         ("renamed", "actor.fsdp_config.offload_policy", True)),
+         ("renamed", "actor.megatron.param_offload", True)),
         ("actor_rollout_ref.actor.veomni.ulysses_parallel_size", 2,
          ("renamed", "actor.megatron.context_parallel_size", 2)),
         ("actor_rollout_ref.actor.veomni.moe_implementation", "fused", ("not needed", None, None)),
@@ -352,7 +352,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
          ("renamed", "actor.megatron.optimizer_offload", True)),
         ("actor_rollout_ref.ref.fsdp_config.optimizer_offload", True, ("not needed", None, None)),
         ("actor_rollout_ref.ref.fsdp_config.offload_policy", True,
-         ("renamed", "ref.fsdp_config.offload_policy", True)),
+         ("renamed", "ref.megatron.param_offload", True)),
         ("critic.fsdp.param_offload", True, ("renamed", "critic.megatron.param_offload", True)),
         ("critic.fsdp.fsdp_size", 4, ("renamed", "critic.fsdp_config.fsdp_size", 4)),
         ("critic.fsdp.fsdp_size", 8, ("renamed", "critic.fsdp_config.fsdp_size", -1)),
@@ -807,11 +807,14 @@ def test_fsdp_is_recomputed_and_says_how_to_find_a_layout() -> None:
     assert fsdp.settings["actor.strategy"] == "fsdp2"
     assert fsdp.settings["actor.megatron.recompute_granularity"] == "full"
     assert "note: layout: FSDP stays FSDP2" in fsdp.text() and "--gpus-per-node" in fsdp.text()
-    for name in ("ulysses_sequence_parallel_size", "veomni.expert_parallel_size"):
-        other = converted({**given, f"actor.{name}": 2})
-        assert "actor.strategy" not in other.settings
-        assert other.settings["actor.megatron.grad_offload"] is True
-        assert f"(actor.{name} is 2, and fsdp2 shards parameters alone)" in other.text()
+    shared = converted({**given, "actor.ulysses_sequence_parallel_size": 2}).settings
+    sizes = (shared["actor.strategy"], shared["actor.megatron.context_parallel_size"])
+    assert sizes == ("fsdp2", 2)
+    other = converted({**given, "actor.veomni.expert_parallel_size": 2})
+    assert "actor.strategy" not in other.settings
+    assert other.settings["actor.megatron.grad_offload"] is True
+    reason = "(actor.veomni.expert_parallel_size is 2, which fsdp2 does not have)"
+    assert reason in other.text()
     asked = converted_arguments(["actor.strategy=fsdp", "--strategy", "megatron"])
     assert "actor.strategy" not in asked.settings and "--gpus-per-node" in asked.text()
     with pytest.raises(UserError, match="--strategy 'zero': expected fsdp2 or megatron"):
@@ -1693,6 +1696,9 @@ def test_distillation_is_converted(tmp_path: Path) -> None:
         f"{section}.distillation_loss.clip_ratio_low": 0.2,
         f"{section}.distillation_loss.use_chunked_topk": True,
     }
+    fsdp = loaded(converted({**given, "model_engine": "fsdp"}), tmp_path / "ours.yaml")
+    of_teachers = [teacher.strategy for teacher in fsdp.distillation.teacher_models.values()]
+    assert (fsdp.actor.strategy, of_teachers) == ("fsdp2", ["megatron", "fsdp2"])
     cfg = loaded(converted(given), tmp_path / "ours.yaml")
     assert list(cfg.distillation.teacher_models) == ["math", "other"]
     math = cfg.distillation.teacher_models["math"]
