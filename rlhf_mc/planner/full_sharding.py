@@ -86,24 +86,27 @@ class FullySharded:
             parts["gathered gradients"] = float(gradients)
         return parts
 
-    def collectives(self, rank: int, micro_batches: float, is_update: bool) -> list[Collective]:
-        """Return the collectives of a pass on this rank."""
+    def collectives(self, rank: int, micro_batches: int, is_update: bool) -> list[Collective]:
+        """Return the collectives of a pass on this rank. Without a backward pass, what is not freed
+        stays for the next micro-batch."""
         first = rank // self.ranks * self.ranks
         shards = tuple(range(first, first + self.ranks))
         replicas = tuple(range(rank % self.ranks, self.world, self.ranks))
-        of_layers = sum(self.all.layers)
-        gathers = self.all.total + (of_layers if is_update and self.frees_layers else 0)
-        calls = 1 + len(self.all.layers) * (2 if is_update and self.frees_layers else 1)
-        gathered = self.ranks * gathers * self.itemsize
+        of_layers = micro_batches if is_update or self.frees_layers else 1
+        of_layers *= 1 + (is_update and self.frees_layers)
+        of_root = micro_batches if is_update else 1
+        elements = of_root * self.all.root + of_layers * sum(self.all.layers)
+        calls = of_root + of_layers * len(self.all.layers)
+        gathered = self.ranks * elements * self.itemsize
         collectives = [Collective("parameters", "all_gather", shards, gathered, calls)]
         if is_update:
-            size = self.trained.total * _FLOAT32
-            calls = 1 + len(self.trained.layers)
+            size = micro_batches * self.trained.total * _FLOAT32
+            calls = micro_batches * (1 + len(self.trained.layers))
             collectives += [
                 Collective("gradients", "reduce_scatter", shards, self.ranks * size, calls),
                 Collective("gradients", "all_reduce", replicas, size, calls),
             ]
-        return [item.times(micro_batches) for item in collectives if len(item.group) > 1]
+        return [item for item in collectives if len(item.group) > 1]
 
 
 def full_sharding(

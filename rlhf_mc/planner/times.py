@@ -203,7 +203,7 @@ class _Model:
         parts = {part: work.micro_batches * time for part, time in one_micro_batch[slowest].items()}
         if self._mesh.pp > 1:
             parts["bubble"] = (sum(seconds) - seconds[slowest]) / self._mesh.vpp
-        return parts
+        return parts | self._gathers(parts["products"], work.micro_batches, backward)
 
     def _stage(
         self, stage: int, sequences: float, results: float, backward: bool
@@ -239,15 +239,13 @@ class _Model:
             "products": products,
             **self._traffic(stage, sequences, results, backward),
             **communication,
-            **self._gathers(products, backward),
         }
 
-    def _gathers(self, products: float, backward: bool) -> dict[str, float]:
-        """Return the seconds of a micro-batch's collectives of FSDP2 that its products do not
-        hide."""
+    def _gathers(self, products: float, micro_batches: int, backward: bool) -> dict[str, float]:
+        """Return the seconds of a pass's collectives of FSDP2 that its products do not hide."""
         if self._sharding is None:
             return {}
-        collectives = self._sharding.collectives(0, 1, backward)
+        collectives = self._sharding.collectives(0, micro_batches, backward)
         waits = _seconds_by_purpose(collectives, 0, self._machine)
         for name, seconds in waits.items():
             waits[name] = max(0.0, seconds - products)

@@ -85,7 +85,11 @@ def test_collectives_of_a_small_model_by_hand() -> None:
     again = gather(TOTAL + 2 * LAYER, 5)
     assert freed.collectives(4, 5, is_update=True) == [again, *gradients]
     assert kept.collectives(4, 5, is_update=True) == [gather(TOTAL, 3), *gradients]
-    assert freed.collectives(4, 5, is_update=False) == [gather(TOTAL, 3)]
+    # Without a backward pass the root stays, and so do layers that are not freed.
+    (once,) = kept.collectives(4, 5, is_update=False)
+    assert (once.num_bytes, once.calls) == (3 * 2 * TOTAL, 3)
+    (scored,) = freed.collectives(4, 5, is_update=False)
+    assert (scored.num_bytes, scored.calls) == (3 * 2 * (ROOT_UNIT + 5 * 2 * LAYER), 1 + 5 * 2)
     assert sharded("actor", 1).collectives(0, 5, is_update=True) == []
 
 
@@ -148,9 +152,8 @@ def test_more_ranks_and_freed_layers_take_less_memory(plan: Any) -> None:
     assert taken(kept, "update_actor", part) > 5 * taken(freed, "update_actor", part)
     gathers = [received(found, "update_actor", "parameters") for found in (kept, freed)]
     assert 1.8 * gathers[0] < gathers[1] < 2 * gathers[0]
-    assert received(kept, "old_log_prob", "parameters") == received(
-        freed, "old_log_prob", "parameters"
-    )
+    scored = [received(found, "old_log_prob", "parameters") for found in (kept, freed)]
+    assert scored[0] <= scored[1]
 
 
 def test_nothing_is_divided_by_tensor_or_pipeline_parallelism(plan: Any) -> None:
