@@ -9,6 +9,7 @@
                         would tell
     --env NAME          the same, with the value that this process has; HOME and PWD are known
     --command N         the N-th command of a script that starts verl several times
+    --strategy megatron Megatron's layout for a run of FSDP
     --nodes N --gpus-per-node N --gpu h100
                         a layout for this machine, by the planner's search
 
@@ -20,8 +21,9 @@ and the variables that the script assigns are replaced; nothing is run. `pip ins
 brings the parser.
 Overrides on this command line replace the file's, and '~key' removes one. With a machine, the
 planner chooses layout, offload, recomputation and token budgets for it; the directory of the model
-must be there, or --model names its shape as for the planner. With resource_pools the planner
-chooses for the training ranks alone.
+must be there, or --model names its shape as for the planner. resource_pools are the script's.
+FSDP stays FSDP2, or becomes Megatron's layout where it cannot or does not fit; a line compares
+them.
 
 The config goes to the standard output; a report on each setting, and on verl's defaults that differ
 from ours, to the standard error. With a setting that is not supported no config is written and the
@@ -31,12 +33,9 @@ exit code is 2: remove each by '~key' to run without it. docs/from_verl.md lists
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rlhf_mc.runtime.tool import end_on_interrupt
@@ -46,21 +45,12 @@ if __name__ == "__main__":
 
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, read_settings
+from rlhf_mc.config.load import flatten_settings, load_config, nest_settings
 from rlhf_mc.config.masking import masked
-from rlhf_mc.planner.__main__ import main as planner_main
+from rlhf_mc.planner.__main__ import find_settings, make_parser
 from rlhf_mc.verl.conversion import Conversion
-from rlhf_mc.verl.input import converted_arguments, split_arguments
+from rlhf_mc.verl.input import STRATEGY, converted_arguments, split_arguments
 from rlhf_mc.verl.parallelism import without_roles_layouts
-
-TRAIN = "resource_pools.train"
-OF_ROLLOUT_RANKS = (
-    "rollout.tensor_model_parallel_size",
-    "rollout.gpu_memory_utilization",
-    "rollout.free_cache_engine",
-    "rollout.max_num_seqs",
-)
-"""Settings that the planner chooses for ranks that train and generate."""
 
 
 def config_problem(text: str, processes: int) -> str | None:
@@ -88,30 +78,37 @@ def machine_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [f"--{name}={value}" for name, value in given.items()], others
 
 
-def with_layout(conversion: Conversion, machine: list[str]) -> bool:
+def set_layout(conversion: Conversion, machine: Sequence[str]) -> str:
     """Set the layout that the planner finds for a machine, its nodes and its processes per node.
-    Return whether it finds one; else an error was printed. With pools the layout is one of as many
-    GPUs as there are training ranks."""
-    settings = without_roles_layouts(conversion.settings)
-    pools = {key: settings.pop(key) for key in (TRAIN, "resource_pools.rollout") if key in settings}
-    sizes = dict(option.removeprefix("--").split("=") for option in machine)
-    conversion.nodes = int(sizes.get("nodes", 1))
-    conversion.processes = int(sizes.get("gpus-per-node", 8))
-    if pools:
-        pools.update((key, settings[key]) for key in OF_ROLLOUT_RANKS if key in settings)
-        processes = math.gcd(pools[TRAIN], conversion.processes)
-        nodes = pools[TRAIN] // processes
-        machine = [*machine, f"--nodes={nodes}", f"--gpus-per-node={processes}"]
-    text = replace(conversion, settings=settings).yaml("the settings of verl")
+    Return the table of what it finds. Raise UserError if nothing fits."""
+    conversion.settings = without_roles_layouts(conversion.settings)
     with tempfile.TemporaryDirectory() as directory:
-        ours = Path(directory) / "ours.yaml"
-        result = Path(directory) / "found.yaml"
-        ours.write_text(text)
-        with contextlib.redirect_stdout(sys.stderr):
-            if planner_main([str(ours), *machine, "--search", "--top=1", f"--write={result}"]) != 0:
-                return False
-        conversion.settings = {**read_settings(result), **pools}
-    return True
+        path = Path(directory) / "ours.yaml"
+        path.write_text(conversion.yaml("the settings of verl"))
+        options = make_parser().parse_args([str(path), *machine, "--top=1"])
+        choices, _, text = find_settings(options, keeps_split=True)
+    conversion.nodes = options.nodes
+    conversion.processes = options.gpus_per_node
+    settings = nest_settings({**conversion.settings, **choices[0].settings})
+    conversion.settings = dict(flatten_settings(settings))
+    return text
+
+
+def converted(arguments: Sequence[str], machine: Sequence[str]) -> tuple[Conversion, str]:
+    """Return the conversion, with a layout for the machine if one is given, and the planner's text.
+    Where FSDP2 does not fit, the layout is Megatron's. Raise UserError for a mistake, or if nothing
+    fits."""
+    conversion = converted_arguments(arguments)
+    if not machine or conversion.refused():
+        return conversion, ""
+    try:
+        return conversion, set_layout(conversion, machine)
+    except UserError as error:
+        if conversion.settings.get("actor.strategy") != "fsdp2":
+            raise
+        conversion = converted_arguments([*arguments, STRATEGY, "megatron"])
+        text = set_layout(conversion, machine)
+        return conversion, f"note: layout: Megatron's, not fsdp2: {error}\n{text}"
 
 
 def main(arguments: list[str]) -> int:
@@ -121,11 +118,11 @@ def main(arguments: list[str]) -> int:
         print((__doc__ or "").strip())
         return 0 if arguments else 2
     try:
-        conversion = converted_arguments(arguments)
+        conversion, plan = converted(arguments, machine)
     except UserError as error:
         print(f"rlhf_mc: error: {error}", file=sys.stderr)
         return 2
-    print(masked(conversion.text()), file=sys.stderr)
+    print("\n".join(filter(None, [masked(conversion.text()), plan])), file=sys.stderr)
     if refused := conversion.refused():
         names = ", ".join(key for key, _ in refused)
         message = f"{len(refused)} settings are not supported, and no config is written: {names}"
@@ -134,12 +131,7 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    source = " and ".join(split_arguments(arguments).files) or "verl's overrides"
-    text = conversion.yaml(source)
-    if machine:
-        if not with_layout(conversion, machine):
-            return 2
-        text = conversion.yaml(source)
+    text = conversion.yaml(" and ".join(split_arguments(arguments).files) or "verl's overrides")
     if problem := config_problem(text, conversion.nodes * conversion.processes):
         print(f"rlhf_mc: warning: to be changed before it runs: {problem}", file=sys.stderr)
     print(text, end="")

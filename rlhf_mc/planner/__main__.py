@@ -29,9 +29,10 @@ if __name__ == "__main__":
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, read_settings
+from rlhf_mc.planner.comparison import compare_with_megatron
 from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, Machine, parse_gpu
 from rlhf_mc.planner.host_memory import plan_host_memory
-from rlhf_mc.planner.lengths import expected_lengths
+from rlhf_mc.planner.lengths import Lengths, expected_lengths
 from rlhf_mc.planner.measured import expect_times
 from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.planner.report import (
@@ -47,7 +48,7 @@ from rlhf_mc.planner.report import (
     traffic_table,
     write_config,
 )
-from rlhf_mc.planner.search import search
+from rlhf_mc.planner.search import PlannedSettings, search
 from rlhf_mc.planner.start import (
     Capacity,
     approximations,
@@ -64,7 +65,7 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit code."""
-    arguments = _parser().parse_intermixed_args(argv)
+    arguments = make_parser().parse_intermixed_args(argv)
     return exit_code(
         "rlhf_mc", lambda: _search(arguments, argv) if arguments.search else _plan(arguments)
     )
@@ -94,9 +95,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise UserError("--write is for the config that --search finds; add --search")
     capacity = _capacity(arguments)
     gpus_per_node = arguments.gpus_per_node
-    cfg = load_config(
-        arguments.config, with_model(arguments.config, arguments.overrides, arguments.model)
-    )
+    overrides = with_model(arguments.config, arguments.overrides, arguments.model)
+    cfg = load_config(arguments.config, overrides)
     shapes = planned_shapes(cfg)
     plan = plan_run(cfg, shapes, capacity)
     fit = check_fit(cfg, shapes, plan, capacity)
@@ -122,6 +122,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         memory = table(cfg, plan, capacity.device_bytes)
         print(memory, host_table(host, storage), traffic_table(transfers), sep="\n")
         print(times_table(times, expected, lengths) if times and expected else NO_TIMES)
+        if times and machine and fit.problem is None and cfg.actor.strategy == "fsdp2":
+            settings = read_settings(arguments.config, overrides)
+            print(compare_with_megatron(settings, machine, capacity, lengths, times.seconds))
     if fit.problem is not None:
         raise UserError(fit_error(cfg, shapes, capacity, fit))
     if not arguments.json:
@@ -134,29 +137,10 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
     """Print the best plans, and write the best as a config. Raise UserError if none fits."""
-    machine = _machine(arguments)
-    if machine is None:
-        raise UserError(
-            f"--search ranks by times, and --gpu {arguments.gpu} has none; name one of "
-            f"{', '.join(GPUS)}"
-        )
     if arguments.write is not None:
         check_new_file(arguments.write)
-    overrides = with_model(arguments.config, arguments.overrides, arguments.model)
-    cfg = load_config(arguments.config, overrides)
-    lengths = expected_lengths(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
-    choices = search(
-        read_settings(arguments.config, overrides),
-        machine,
-        _capacity(arguments),
-        lengths,
-        arguments.top,
-    )
-    print(
-        json.dumps(search_json(choices, lengths))
-        if arguments.json
-        else search_table(choices, lengths)
-    )
+    choices, lengths, text = find_settings(arguments)
+    print(json.dumps(search_json(choices, lengths)) if arguments.json else text)
     if arguments.write is not None:
         settings = read_settings(arguments.config, arguments.overrides)
         write_config(
@@ -166,11 +150,37 @@ def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
             print(f"wrote the first of these to {arguments.write}")
 
 
+def find_settings(
+    arguments: argparse.Namespace, keeps_split: bool = False
+) -> tuple[list[PlannedSettings], Lengths, str]:
+    """Return the best plans for a config, their lengths, and the table of them. Raise UserError if
+    none fits. arguments: as the parser reads them. keeps_split: search's."""
+    machine = _machine(arguments)
+    if machine is None:
+        raise UserError(
+            f"--search ranks by times, and --gpu {arguments.gpu} has none; name one of "
+            f"{', '.join(GPUS)}"
+        )
+    overrides = with_model(arguments.config, arguments.overrides, arguments.model)
+    cfg = load_config(arguments.config, overrides)
+    lengths = expected_lengths(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
+    settings = read_settings(arguments.config, overrides)
+    capacity = _capacity(arguments)
+    choices = search(settings, machine, capacity, lengths, arguments.top, keeps_split)
+    text = search_table(choices, lengths)
+    if cfg.actor.strategy == "fsdp2":
+        seconds = choices[0].times.seconds
+        line = compare_with_megatron(settings, machine, capacity, lengths, seconds)
+        text = f"{text}\n{line}"
+    return choices, lengths, text
+
+
 _bandwidth = finite_number(1e6, "bytes per second of at least 1e6, such as 50e9")
 _bytes = finite_number(1e9, "bytes of at least 1e9, such as 2e12")
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser("The memory and the times of a run on GPUs.", "python -m rlhf_mc.planner")
     parser.add_argument("config", help="the config of the run")
     parser.add_argument(

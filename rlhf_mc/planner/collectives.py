@@ -118,15 +118,6 @@ class Passes:
             [*self._forward(work), *joined, *self._stages(work, backward=False), results]
         )
 
-    def update(
-        self, work: PassTokens, layout: Layout, overlaps_reduction: bool
-    ) -> list[Collective]:
-        """Return the collectives of one optimizer step. layout: the rank's; all parameters are
-        trained."""
-        return _merged(
-            [*self.forward_and_backward(work), *self.gradients(layout, overlaps_reduction)]
-        )
-
     def forward_and_backward(self, work: PassTokens) -> list[Collective]:
         """Return the collectives of one optimizer step that grow with the tokens: all but
         `gradients`."""
@@ -138,8 +129,8 @@ class Passes:
         )
 
     def gradients(self, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
-        """Return the collectives of gradients and new parameters in one optimizer step, as
-        `update`."""
+        """Return the collectives of gradients and new parameters in one optimizer step. layout: the
+        rank's; all parameters are trained."""
         return _merged(list(self._gradients(layout, overlaps_reduction)))
 
     def _forward(self, work: PassTokens) -> Iterator[Collective]:

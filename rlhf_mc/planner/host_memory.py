@@ -105,4 +105,4 @@ def saved_bytes(params: float, optimizer: float, mesh: Mesh) -> float:
     optimizer state, and an equal part of the weights that replicas hold. With experts, most weights
     are theirs, and have fewer replicas. params, optimizer: bytes that the rank holds of what is
     stored."""
-    return params * mesh.ep / mesh.replicas + optimizer
+    return params * mesh.ep * mesh.shards / mesh.replicas + optimizer

@@ -27,6 +27,7 @@ from rlhf_mc.config.roles import (
 )
 from rlhf_mc.config.schema import Config, layouts, teachers
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
+from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.planner.lengths import Lengths, computed_tokens
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import (
@@ -222,7 +223,12 @@ class _Model:
         coordinate = model_coordinate(mesh, rank)
         self.stage = coordinate.pp
         freeze = {"actor": cfg.actor.freeze, "critic": cfg.critic.freeze}.get(role)
-        self.state = rank_state(role, shape, self._megatron, mesh, coordinate, freeze, cuda)
+        self.sharding = full_sharding(cfg, role, shape, mesh, cuda)
+        self.state = (
+            self.sharding.state
+            if self.sharding is not None
+            else rank_state(role, shape, self._megatron, mesh, coordinate, freeze, cuda)
+        )
 
     def resident(self, needed: Collection[str]) -> dict[str, float]:
         """Return the bytes of the parts that are on the device in a phase that needs these."""
@@ -230,7 +236,7 @@ class _Model:
         offloads = {
             # On a CPU what is offloaded stays in the same memory; gradients are freed.
             "params": settings.param_offload and self._cuda,
-            "grads": settings.grad_offload,
+            "grads": settings.grad_offload or self.sharding is not None,
             "optimizer": settings.optimizer_offload and self._cuda,
         }
         sizes = vars(self.state)
@@ -260,6 +266,10 @@ class _Model:
             return 0.0
         tokens = sequences * (cfg.data.max_prompt_length + cfg.data.max_response_length)
         return float(tokens * choice_bytes_of_stage(self._shape, self.mesh, self.stage))
+
+    def gathered(self, is_update: bool) -> dict[str, float]:
+        """Return the bytes of whole parameters and gradients of a pass of FSDP2."""
+        return {} if self.sharding is None else self.sharding.gathered(is_update)
 
     def forward(self, work: Pass) -> float:
         """Return the bytes of activations of a pass without gradients."""
@@ -305,6 +315,10 @@ def _phases(
     if rollout is not None:
         buckets = 2 * min(bucket, rollout.weights + rollout.staged)
         work["update_weights"] = {"reshard buckets": buckets, "unquantized weights": rollout.staged}
+    actor = models.get("actor")
+    if actor is not None and actor.sharding is not None:
+        for name in ("update_weights", "export"):
+            work.setdefault(name, {})["weights to send"] = actor.sharding.narrowed
     for name in names:
         row = parts_on_device(name, reference_is_actor(cfg))
         assert row is not None
@@ -340,7 +354,8 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
             continue
         model = models[role]
         prompts = cfg.data.train_batch_size
-        if phase in ("update_actor", "update_critic"):
+        is_update = phase in ("update_actor", "update_critic")
+        if is_update:
             prompts = getattr(cfg, role).ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
             entropy = cfg.actor.entropy_coeff != 0 or cfg.actor.entropy_coeff_end is not None
             size = model.update(
@@ -351,6 +366,7 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
         sequences = math.ceil(prompts * cfg.rollout.n / model.mesh.replicas)
         peaks[phase] = {
             "activations": size,
+            **model.gathered(is_update),
             "replayed experts": model.replayed_experts(cfg, sequences),
             "teacher's tokens": _teacher_bytes(cfg, phase, budget),
         }

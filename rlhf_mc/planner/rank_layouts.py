@@ -16,7 +16,7 @@ from rlhf_mc.planner.model_state import ITEMSIZES, ModelState, frozen_state, tra
 from rlhf_mc.reshard.aliasing import find_aliases
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.layout import Layout, RankLayout
-from rlhf_mc.reshard.placement import training_layout, with_contiguous_experts
+from rlhf_mc.reshard.placement import row_shard, training_layout, with_contiguous_experts
 from rlhf_mc.topology.mesh import Coordinate, Mesh, rollout_groups
 
 SomeSettings = tuple[tuple[str, Any], ...]
@@ -50,8 +50,17 @@ def layout_at(shape: ModelShape, mesh: Mesh, coordinate: Coordinate, cuda: bool)
 def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
     """Return each rank's layout; replicas share one object, for which make_plan plans once."""
     return [
-        layout_at(shape, mesh, model_coordinate(mesh, rank), cuda) for rank in range(mesh.world)
+        _rank_layout(shape, mesh, model_coordinate(mesh, rank), cuda, rank % mesh.shards)
+        for rank in range(mesh.world)
     ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _rank_layout(
+    shape: ModelShape, mesh: Mesh, coordinate: Coordinate, cuda: bool, part: int
+) -> Layout:
+    layout = layout_at(shape, mesh, coordinate, cuda)
+    return layout if mesh.shards == 1 else row_shard(layout, part, mesh.shards)
 
 
 @functools.lru_cache(maxsize=64)

@@ -93,15 +93,19 @@ class _Candidate:
 
 
 def search(
-    settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths, top: int
+    settings: Settings,
+    machine: Machine,
+    capacity: Capacity,
+    lengths: Lengths,
+    top: int,
+    keeps_split: bool = False,
 ) -> list[PlannedSettings]:
     """Return the best choices, the best first, at most `top`, each with another layout or
     recomputation. settings: the user's; where these have resource_pools, choices have other splits
-    of the ranks too, or none. Raise UserError if none fits, or if the settings are wrong whatever
-    the layout."""
-    runs = [
-        _Search(settings, split, machine, capacity, lengths) for split in _splits(settings, machine)
-    ]
+    of the ranks too, or none, unless keeps_split. Raise UserError if none fits, or if the settings
+    are wrong whatever the layout."""
+    splits = [{}] if keeps_split else _splits(settings, machine)
+    runs = [_Search(settings, split, machine, capacity, lengths) for split in splits]
     choices: list[PlannedSettings] = []
     best: list[str] = []
     for run in runs:
@@ -312,6 +316,7 @@ class _Search:
         shared = self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[EP] / dp) / layout[EP]
         if (
             not any(role.freeze or role.lora.rank for role in (base.actor, base.critic))
+            and not self._space.is_sharded
             and shared / stages > self._device_bytes
         ):
             return None

@@ -55,6 +55,8 @@ class SearchSpace:
         """Number of ranks that hold models."""
         self.num_rollout = num_rollout_ranks(self.base, machine.world)
         """Number of ranks that hold engines."""
+        self.is_sharded = self.base.actor.strategy == "fsdp2"
+        """The actor is sharded by FSDP2, without tensor or pipeline parallelism."""
         self.shapes = planned_shapes(self.base)
         """Shape of the model of each role."""
         self.longest = self.base.data.max_prompt_length + self.base.data.max_response_length
@@ -65,7 +67,8 @@ class SearchSpace:
         return load_config(nest_settings({**self._settings, **chosen}))
 
     def training_layouts(self, beyond_node: bool) -> Iterator[dict[str, Any]]:
-        """Yield the layouts of training that divide the ranks."""
+        """Yield the layouts of training that divide the ranks; of FSDP2 without tensor,
+        pipeline or expert parallelism."""
         shape = self.shapes["actor"]
         world = self.num_training
         for tp in self.group_sizes(world, beyond_node):
@@ -85,6 +88,8 @@ class SearchSpace:
                     n for n in _divisors(replicas) if n == 1 or self.longest >= n * _LEAST_SHARE
                 ]
                 for vpp, ep, cp in itertools.product([None, *chunks], experts, contexts):
+                    if self.is_sharded and tp * pp * ep > 1:
+                        continue
                     yield {
                         TP: tp,
                         PP: pp,
@@ -128,7 +133,7 @@ class SearchSpace:
         """Return the settings that offload: first the ones that free least, last the ones that free
         most and take most time."""
         shares = self.base.rollout.quantization is None
-        offloads = ("grad_offload", "optimizer_offload", "param_offload")
+        offloads = ["grad_offload", "optimizer_offload", "param_offload"][self.is_sharded :]
         levels = []
         for count in range(len(offloads) + 1):
             level: dict[str, Any] = {

@@ -172,6 +172,8 @@ def fit_error(
         cfg, fit.phase, capacity.cuda, lambda changes: _fits(cfg, shapes, capacity, changes)
     )
     advice = "use more GPUs, or larger tensor- or pipeline-parallel sizes"
+    if cfg.actor.strategy == "fsdp2":
+        advice = "use more GPUs, or actor.strategy: megatron"
     if not capacity.cuda:
         advice = "use fewer ranks on a node, or one with more memory"
     if settings is not None:

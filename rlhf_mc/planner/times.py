@@ -23,6 +23,7 @@ from rlhf_mc.config.roles import has_rollout_pool, overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import layer_bytes
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
+from rlhf_mc.planner.full_sharding import FullySharded, full_sharding
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine, ProductRate
 from rlhf_mc.planner.lengths import Lengths
@@ -131,7 +132,9 @@ def passes(
     times = []
     for work in phase_work(cfg, shapes, machine.world, lengths):
         megatron = layouts(cfg)[work.role]
-        model = _Model(shapes[work.role], megatron, work.mesh, machine, lengths, work.computed)
+        shape = shapes[work.role]
+        sharding = full_sharding(cfg, work.role, shape, work.mesh)
+        model = _Model(shape, megatron, work.mesh, machine, lengths, work.computed, sharding)
         parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
         times.append(
             Phase(work.phase, {part: work.passes * seconds for part, seconds in parts.items()})
@@ -150,8 +153,10 @@ class _Model:
         machine: Machine,
         lengths: Lengths,
         computed: float,
+        sharding: FullySharded | None,
     ) -> None:
         self._shape = shape
+        self._sharding = sharding
         self._megatron = megatron
         self._mesh = mesh
         self._machine = machine
@@ -171,8 +176,8 @@ class _Model:
         takes longer than that pass is counted. New parameters are gathered after the optimizer step
         (docs/decisions/0012)."""
         seconds = self._pipelined(work, backward=True)
-        sums = self._sums_of_gradients()
-        if overlaps_reduction(self._megatron, self._mesh.replicas, True):
+        sums = {} if self._sharding is not None else self._sums_of_gradients()
+        if sums and overlaps_reduction(self._megatron, self._mesh.replicas, True):
             last = seconds["products"] * BACKWARD / (1 + BACKWARD) / work.micro_batches
             sums["gradients"] = max(0.0, sums["gradients"] - last)
         return {
@@ -198,7 +203,7 @@ class _Model:
         parts = {part: work.micro_batches * time for part, time in one_micro_batch[slowest].items()}
         if self._mesh.pp > 1:
             parts["bubble"] = (sum(seconds) - seconds[slowest]) / self._mesh.vpp
-        return parts
+        return parts | self._gathers(parts["products"], work.micro_batches, backward)
 
     def _stage(
         self, stage: int, sequences: float, results: float, backward: bool
@@ -235,6 +240,17 @@ class _Model:
             **self._traffic(stage, sequences, results, backward),
             **communication,
         }
+
+    def _gathers(self, products: float, micro_batches: int, backward: bool) -> dict[str, float]:
+        """Return the seconds of a pass's collectives of FSDP2 that its products do not hide."""
+        if self._sharding is None:
+            return {}
+        collectives = self._sharding.collectives(0, micro_batches, backward)
+        waits = _seconds_by_purpose(collectives, 0, self._machine)
+        for name, seconds in waits.items():
+            waits[name] = max(0.0, seconds - products)
+            products = max(0.0, products - seconds)
+        return waits
 
     def _traffic(
         self, stage: int, sequences: float, results: float, backward: bool
@@ -276,7 +292,7 @@ class _Model:
     def _products(self, stage: int, sequences: float, results: float, backward: bool) -> float:
         """Return the seconds of a micro-batch's products on a stage, or of its weights' memory if
         that is longer. A backward pass reads the weights again, and reads and writes their float32
-        gradients."""
+        gradients; of FSDP2 it writes them in the model's type."""
         mesh = self._mesh
         shape = self._shape
         sequences /= mesh.cp
@@ -303,7 +319,8 @@ class _Model:
         of_layers = sum(count * self._layer_weights(layer) for layer, count in layers.items())
         weights = (of_layers + head) / mesh.tp
         itemsize = ITEMSIZES[self._megatron.dtype]
-        gradients = 2 * _FLOAT32 if shape.lora is None else 0
+        gradients = 2 * _FLOAT32 if self._sharding is None else itemsize
+        gradients *= shape.lora is None
         read = weights * (2 * itemsize + gradients if backward else itemsize)
         return max(seconds / mesh.tp, read / self._machine.rates.memory)
 
@@ -348,8 +365,8 @@ class _Model:
     def _optimizer_bytes(self, state: ModelState) -> float:
         """Return the bytes that Adam reads and writes on a rank for its shard: gradient, main
         parameter and two moments in float32, of which it writes all but the gradient, and the
-        parameter in its own type."""
-        narrow = self._megatron.dtype != "float32"
+        parameter in its own type, which FSDP2 does not keep."""
+        narrow = self._megatron.dtype != "float32" and self._sharding is None
         numel = state.optimizer / (_FLOAT32 * (2 + narrow))
         return numel * (7 * _FLOAT32 + (ITEMSIZES[self._megatron.dtype] if narrow else 0))
 

@@ -28,6 +28,7 @@ from rlhf_mc.config.roles import (
 from rlhf_mc.config.schema import Config, layouts, reward_models, teachers
 from rlhf_mc.data.balance import DUMMY_TOKENS
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
+from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.planner.lengths import Lengths, computed_tokens, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.planner.rank_layouts import choice_bytes_of_stage, planned_layouts
@@ -186,13 +187,19 @@ def _pass_collectives(
     mesh = work.mesh
     replay = router_replay(cfg, shape) if work.role == "actor" else "off"
     overlaps = overlaps_reduction(megatron, mesh.replicas, cuda=True)
+    sharding = full_sharding(cfg, work.role, shape, mesh)
     for rank, layout in enumerate(rank_layouts):
         passes = Passes(shape, megatron, mesh, rank, cuda=True)
         once = (
-            passes.update(work.tokens, layout, overlaps)
+            passes.forward_and_backward(work.tokens)
             if work.is_update
             else passes.forward(work.tokens)
         )
+        if sharding is not None:
+            micro_batches = work.tokens.num_micro_batches
+            once += sharding.collectives(rank, micro_batches, work.is_update)
+        elif work.is_update:
+            once += passes.gradients(layout, overlaps)
         if replay == "rollout" or (replay == "recompute" and work.is_update):
             choices = choice_bytes_of_stage(shape, mesh, mesh.coordinate(rank).pp)
             everyone = tuple(range(mesh.world))
@@ -267,7 +274,7 @@ def weight_update_plans(
     cfg: Config, shape: ModelShape, world: int, gpus_per_node: int
 ) -> list[Plan]:
     """Return the plans of the weight update on GPUs, as a run makes them. shape: the actor's."""
-    mesh = training_mesh(cfg.actor.megatron, num_training_ranks(cfg, world))
+    mesh = training_mesh(layouts(cfg)["actor"], num_training_ranks(cfg, world))
     shape = shape.base
     rank_layouts = planned_layouts(shape, mesh, cuda=True)
     if has_contiguous_experts(cfg):

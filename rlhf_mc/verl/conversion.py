@@ -36,7 +36,12 @@ from rlhf_mc.verl.keys import (
     verl_default,
 )
 from rlhf_mc.verl.multi_turn import MULTI_TURN, TOOL_PATHS, turn_defaults
-from rlhf_mc.verl.parallelism import layout_defaults, layout_hints, named_engine
+from rlhf_mc.verl.parallelism import (
+    ASKED_STRATEGY,
+    layout_defaults,
+    layout_hints,
+    named_engine,
+)
 from rlhf_mc.verl.values import OF_SEQUENCES, TEACHERS, uses_critic
 
 _MOST_NAMED = 10
@@ -183,10 +188,14 @@ def _outcome(key: str, line: MappedSetting) -> str:
     )
 
 
-def convert(given: Mapping[str, VerlSetting], engine: str | None = None) -> Conversion:
+def convert(
+    given: Mapping[str, VerlSetting], engine: str | None = None, strategy: str = "fsdp2"
+) -> Conversion:
     """Return our settings for verl's. given: verl's settings without actor_rollout_ref, with
-    references replaced. engine: fsdp or megatron, where no setting names it."""
+    references replaced. engine: fsdp or megatron, where no setting names it. strategy: of a run of
+    FSDP, fsdp2 or megatron."""
     verl = {key: item.value for key, item in given.items()}
+    verl[ASKED_STRATEGY] = strategy
     if engine is not None and named_engine(verl) is None:
         verl["model_engine"] = engine
     nodes, processes = nodes_and_processes(verl)

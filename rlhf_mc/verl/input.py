@@ -27,6 +27,7 @@ from rlhf_mc.verl.shell_words import Word
 
 ENV = "--env"
 COMMAND = "--command"
+STRATEGY = "--strategy"
 _YAML = (".yaml", ".yml")
 _PROGRAMS = (
     "verl.trainer.main_ppo",
@@ -75,6 +76,8 @@ class Arguments:
     """Variables of --env."""
     command: int | None = None
     """Number of the script's command, from 1 on; None: its one command."""
+    strategy: str = "fsdp2"
+    """The strategy of a run of FSDP: fsdp2 where it can be, or megatron."""
 
 
 @dataclass
@@ -197,10 +200,12 @@ def _check_function(given: Mapping[str, VerlSetting]) -> None:
 def converted_arguments(arguments: Sequence[str]) -> Conversion:
     """Return our settings for a file or script of verl's, or both, and overrides, or for overrides
     alone. --env NAME=VALUE gives a variable of the script, --env NAME takes it from the
-    environment, and --command N chooses one of its commands. Raise UserError for a mistake in
+    environment, --command N chooses one of its commands, and --strategy megatron Megatron's layout
+    for a run of FSDP. Raise UserError for a mistake in
     them."""
-    reading = read_arguments(split_arguments(arguments))
-    conversion = convert(reading.settings, reading.engine)
+    given = split_arguments(arguments)
+    reading = read_arguments(given)
+    conversion = convert(reading.settings, reading.engine, given.strategy)
     conversion.notes = reading.notes
     return conversion
 
@@ -210,13 +215,19 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
     rest: list[str] = []
     environment: dict[str, str] = {}
     command = None
+    strategy = "fsdp2"
     following = iter(arguments)
     for argument in following:
         option, equals, text = argument.partition("=")
-        if option not in (ENV, COMMAND):
+        if option not in (ENV, COMMAND, STRATEGY):
             rest.append(argument)
             continue
         text = text if equals else next(following, "")
+        if option == STRATEGY:
+            if text not in ("fsdp2", "megatron"):
+                raise UserError(f"{STRATEGY} {text!r}: expected fsdp2 or megatron")
+            strategy = text
+            continue
         if option == COMMAND:
             if not re.fullmatch("[1-9][0-9]{0,8}", text):
                 raise UserError(f"{COMMAND} {text!r}: expected the number of a command, from 1 on")
@@ -230,7 +241,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
         environment[name] = value if equals else os.environ[name]
     is_file = [not argument.startswith(("~", "+")) and "=" not in argument for argument in rest]
     num_files = next((number for number, of_file in enumerate(is_file) if not of_file), len(rest))
-    return Arguments(rest[:num_files], rest[num_files:], environment, command)
+    return Arguments(rest[:num_files], rest[num_files:], environment, command, strategy)
 
 
 def _shown(text: str, most: int = 80) -> str:

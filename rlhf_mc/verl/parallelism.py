@@ -5,6 +5,7 @@ them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,9 @@ _VERL_MEGATRON: dict[str, Any] = {
 """Settings of megatron that a role inherits from the actor here, with verl's defaults for actor and
 critic. verl's reference has the actor's sizes and offload, and this type."""
 FULL = "full"
+ASKED_STRATEGY = "--strategy"
+"""The user's choice for a run of FSDP, among verl's settings: fsdp2 or megatron."""
+_SHARDS_MORE = re.compile(r"(actor|critic|ref)\..*(model|expert)_parallel_size$")
 _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
 """Settings that a role of verl's does not inherit from the actor."""
 
@@ -48,6 +52,21 @@ _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
 def is_fsdp(verl: Settings) -> bool:
     """Return whether verl trains with FSDP, as it does unless its settings name Megatron."""
     return (named_engine(verl) or engine_by_keys(verl)) != "megatron"
+
+
+def fsdp_obstacle(verl: Settings) -> str | None:
+    """Return why a run of FSDP gets Megatron's layout; None: it stays FSDP2."""
+    if verl.get(ASKED_STRATEGY) == "megatron":
+        return f"by {ASKED_STRATEGY} megatron"
+    for key, value in verl.items():
+        if _SHARDS_MORE.match(key) and type(value) is int and value > 1:
+            return f"{key} is {value}, which fsdp2 does not have"
+    return None
+
+
+def is_fsdp2(verl: Settings) -> bool:
+    """Return whether the run becomes one of FSDP2."""
+    return is_fsdp(verl) and fsdp_obstacle(verl) is None
 
 
 def without_roles_layouts(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +102,7 @@ def layout_defaults(
     """Yield verl's defaults of each model's layout that differ from what the model would have here.
     settings: ours. roles: the models besides the actor."""
     if is_fsdp(verl):
-        yield from _fsdp_defaults(settings, roles)
+        yield from _fsdp_defaults(verl, settings, roles)
     else:
         for key in (f"{role}.megatron.{name}" for role in roles for name in _OWN.get(role, ())):
             name = key.rpartition(".")[2]
@@ -99,7 +118,16 @@ def layout_defaults(
             yield verl_default(key, True, "ours: false" if role == "actor" else "ours: the actor's")
 
 
-def _fsdp_defaults(settings: Mapping[str, Any], roles: list[str]) -> Iterator[MappedSetting]:
+def _fsdp_defaults(
+    verl: Settings, settings: Mapping[str, Any], roles: list[str]
+) -> Iterator[MappedSetting]:
+    if is_fsdp2(verl) and "actor.strategy" not in settings:
+        yield verl_default("actor.strategy", "fsdp2", "verl's fsdp; ours: megatron")
+    for key in list(settings) if is_fsdp2(verl) else ():
+        is_size = key.endswith(".megatron.tensor_model_parallel_size")
+        if is_size and int_or_default(settings, key, 1) > 1:
+            role = key.removesuffix(".megatron.tensor_model_parallel_size")
+            yield verl_default(f"{role}.strategy", "megatron", f"for {key}; ours: the actor's")
     actor = "actor.megatron.recompute_granularity"
     critic = "critic.megatron.recompute_granularity"
     if actor not in settings:
@@ -109,19 +137,32 @@ def _fsdp_defaults(settings: Mapping[str, Any], roles: list[str]) -> Iterator[Ma
             critic, FULL, "verl's enable_gradient_checkpointing is true; ours: the actor's"
         )
     freed = "actor.megatron.grad_offload"
-    if freed not in settings:
+    if freed not in settings and not is_fsdp2(verl):
         yield verl_default(freed, True, "FSDP has no gradients outside the update; ours: false")
 
 
 def layout_hints(verl: Settings, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (subject, what to do) where a layout cannot be converted."""
-    if is_fsdp(verl) and "actor.megatron.tensor_model_parallel_size" not in settings:
-        yield (
-            "note: layout",
-            "FSDP shards each layer over all GPUs; here tensor and pipeline parallelism do, of "
-            "size 1 if none is given. With `--nodes N --gpus-per-node N --gpu h100` "
-            "tools/from_verl.py chooses them by the planner's search",
+    if not is_fsdp(verl) or "actor.megatron.tensor_model_parallel_size" in settings:
+        return
+    chooses = "With `--nodes N --gpus-per-node N --gpu h100` tools/from_verl.py"
+    if (obstacle := fsdp_obstacle(verl)) is None:
+        text = (
+            f"FSDP stays FSDP2. {chooses} says whether it fits, and whether Megatron's layout is "
+            f"faster, which {ASKED_STRATEGY} megatron takes"
         )
+    else:
+        text = (
+            f"FSDP becomes tensor and pipeline parallelism, of size 1 if none is given ({obstacle})"
+            f". {chooses} chooses them by the planner's search"
+        )
+    yield "note: layout", text
+
+
+def _num_ranks(verl: Settings) -> int:
+    """Return verl's GPUs that hold models."""
+    nodes = int_or_default(verl, "trainer.nnodes", 1)
+    return nodes * int_or_default(verl, "trainer.n_gpus_per_node", 8)
 
 
 # ---------------------------------------------------------------- micro-batches
@@ -181,9 +222,7 @@ def dynamic(key: str, value: Any, verl: Settings) -> MappedSetting:
 
 def micro_batch_of_all(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert a micro-batch size of verl's first versions: the sequences of all GPUs together."""
-    ranks = int_or_default(verl, "trainer.nnodes", 1) * int_or_default(
-        verl, "trainer.n_gpus_per_node", 8
-    )
+    ranks = _num_ranks(verl)
     is_used = value not in OFF and not is_dynamic(key, verl)
     if is_used and (type(value) is not int or value % ranks):
         return not_supported(f"it is no multiple of the {ranks} GPUs: use {key}_per_gpu")
@@ -213,6 +252,25 @@ def fsdp_offload(key: str, value: Any, verl: Settings) -> MappedSetting:
     if name in TRAINING_ONLY and role not in ("actor", "critic"):
         return not_needed("it does nothing for a model that is never trained")
     return renamed(f"{role}.megatron.{name}", bool(value))
+
+
+def fsdp_setting(key: str, value: Any, verl: Settings) -> MappedSetting:
+    """Convert fsdp_size and reshard_after_forward."""
+    name = key.rpartition(".")[2]
+    if not is_fsdp2(verl):
+        return not_needed("it is of FSDP, and changes speed or memory alone")
+    if name == "fsdp_size" and not 0 < int_or_default(verl, key) < _num_ranks(verl):
+        value = -1
+    return renamed(f"{key.partition('.')[0]}.fsdp_config.{name}", value)
+
+
+def strategy(key: str, value: Any, verl: Settings) -> MappedSetting:
+    """Convert the engine that a setting names, which is of all models here."""
+    if not is_fsdp(verl):
+        return implied("Megatron-Core")
+    if (obstacle := fsdp_obstacle(verl)) is not None:
+        return not_needed(f"models are trained by Megatron-Core: {obstacle}")
+    return renamed("actor.strategy", "fsdp2", "of all models")
 
 
 def ulysses(key: str, value: Any, verl: Settings) -> MappedSetting:

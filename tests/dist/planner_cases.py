@@ -49,6 +49,24 @@ def measured_state(
         return state
 
 
+def measured_share(
+    checkpoint: str, mesh: dict[str, int], freeze: Sequence[str], **megatron: Any
+) -> tuple[ModelState, ModelState]:
+    """Build an actor and return the bytes on this rank, before and after it is trained."""
+    with mesh_groups(tp=1, pp=1, **mesh) as groups:
+        engine = make_engine(checkpoint, "actor", groups, **megatron)
+        kept = engine.rank_share()
+        frozen = frozen_tensors("actor.freeze", freeze, engine.shape)
+        layout = engine_layouts(engine)[groups.rank]
+        engine.make_trainable(OptimConfig(), 1, frozen_parameters(frozen, layout))
+        engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
+        share = engine.rank_share()
+        return (
+            ModelState(kept.weights, kept.gradients, kept.optimizer),
+            ModelState(share.weights, share.gradients, share.optimizer),
+        )
+
+
 def _state(engine: ModelEngine) -> ModelState:
     params = list(engine.named_parameters().values())
     grads = [

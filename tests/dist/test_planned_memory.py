@@ -8,12 +8,15 @@ from typing import Any
 
 import planner_cases
 import pytest
+from documents import ROOT
 from tiny import make_checkpoint
 
 from rlhf_mc.architectures.parameters import with_adapters
 from rlhf_mc.checkpoint.hf_format import HFReader
-from rlhf_mc.config.model_schema import LoraConfig, MegatronConfig
+from rlhf_mc.config.load import load_config
+from rlhf_mc.config.model_schema import FsdpConfig, LoraConfig, MegatronConfig
 from rlhf_mc.planner.activations import Pass, update_peak
+from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.planner.model_state import ModelState, trained_state
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.placement import training_layouts
@@ -212,3 +215,38 @@ def test_activation_peak(
     ]
     on_one_rank = 0.1 if shape.lora is None else 0.15
     assert found == pytest.approx(measured, rel=on_one_rank if world == 1 else 0.25)
+
+
+@pytest.mark.parametrize(
+    ("model", "shards", "dtype", "freeze"),
+    [
+        ("untied", 4, "bfloat16", ""),
+        ("untied", 2, "float32", ""),
+        ("glm", 4, "bfloat16", ""),  # with correction biases
+        ("tied", 4, "bfloat16", "model.embed_tokens.*"),
+    ],
+)
+def test_state_of_fsdp2(
+    pool: Any, checkpoints: dict[str, Path], model: str, shards: int, dtype: str, freeze: str
+) -> None:
+    """Compare the bytes of rank 0, which has rows of every parameter, before and in training."""
+    settings = [
+        "actor.strategy=fsdp2",
+        f"actor.fsdp_config.fsdp_size={shards}",
+        f"actor.megatron.dtype={dtype}",
+        f"actor.freeze=[{freeze}]",
+    ]
+    cfg = load_config(str(ROOT / "configs/ppo_qwen2.5_0.5b.yaml"), settings)
+    kept, trained = pool(4).run(
+        planner_cases.measured_share,
+        checkpoint=str(checkpoints[model]),
+        mesh={"shards": shards},
+        freeze=[freeze] if freeze else [],
+        dtype=dtype,
+        fsdp=FsdpConfig(shards),
+    )[0]
+    shape = HFReader(str(checkpoints[model])).shape()
+    mesh = Mesh(4, 1, 1, shards=shards)
+    for role, measured in (("ref", kept), ("actor", trained)):
+        sharding = full_sharding(cfg, role, shape, mesh, cuda=False)
+        assert sharding is not None and sharding.state == measured

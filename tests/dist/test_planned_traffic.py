@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import traffic_cases
+from documents import ROOT
 from tiny import make_checkpoint
 from traffic_cases import Counts
 
 from rlhf_mc.checkpoint.hf_format import HFReader
-from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.config.load import load_config
+from rlhf_mc.config.model_schema import FsdpConfig, MegatronConfig
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
+from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import Mesh
 
@@ -50,7 +53,8 @@ def planned(
     work = PassTokens(MICRO_BATCHES * sequence, results, mesh.dp * results, MICRO_BATCHES)
     if not trains:
         return passes.forward(work)
-    return passes.update(work, training_layouts(shape, mesh)[rank], overlaps_reduction=False)
+    gradients = passes.gradients(training_layouts(shape, mesh)[rank], overlaps_reduction=False)
+    return passes.forward_and_backward(work) + gradients
 
 
 def counted(collectives: Sequence[Collective]) -> Counts:
@@ -119,6 +123,43 @@ def test_collectives_are_exact(
             counted(planned(checkpoints[model], role, ranks, trains, rank, megatron))
             == measured[rank]
         )
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("model", "shards", "frees"), [("qwen2", 4, True), ("qwen3", 2, True), ("moe", 4, False)]
+)
+def test_collectives_of_fsdp2_are_exact(
+    pool: Any, checkpoints: dict[str, Path], model: str, shards: int, frees: bool, trains: bool
+) -> None:
+    """Compare bytes and calls of each collective in each group, on every rank of four."""
+    settings = [
+        "actor.strategy=fsdp2",
+        f"actor.fsdp_config.fsdp_size={shards}",
+        f"actor.fsdp_config.reshard_after_forward={frees}",
+    ]
+    cfg = load_config(str(ROOT / "configs/ppo_qwen2.5_0.5b.yaml"), settings)
+    measured: list[Counts] = pool(4).run(
+        traffic_cases.recorded,
+        checkpoint=str(checkpoints[model]),
+        role="actor",
+        mesh={"shards": shards},
+        micro_batches=MICRO_BATCHES,
+        trains=trains,
+        dtype="bfloat16",
+        fsdp=FsdpConfig(shards, frees),
+    )
+    shape = HFReader(str(checkpoints[model])).shape()
+    mesh = Mesh(4, 1, 1, shards=shards)
+    passes = Passes(shape, MegatronConfig(), mesh, 0, cuda=False)
+    sharding = full_sharding(cfg, "actor", shape, mesh, cuda=False)
+    assert sharding is not None
+    results = MICRO_BATCHES * traffic_cases.RESPONSE
+    work = PassTokens(0, results, mesh.dp * results, MICRO_BATCHES)
+    for rank in range(4):
+        gathers = sharding.collectives(rank, MICRO_BATCHES, trains)
+        others = [] if trains else passes.forward(work)
+        assert counted([*gathers, *others]) == measured[rank]
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,10 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.ref.fsdp_config.offload_policy", True,
          ("renamed", "ref.megatron.param_offload", True)),
         ("critic.fsdp.param_offload", True, ("renamed", "critic.megatron.param_offload", True)),
-        ("critic.fsdp.fsdp_size", 8, ("not needed", None, None)),
+        ("critic.fsdp.fsdp_size", 4, ("renamed", "critic.fsdp_config.fsdp_size", 4)),
+        ("critic.fsdp.fsdp_size", 8, ("renamed", "critic.fsdp_config.fsdp_size", -1)),
+        ("actor_rollout_ref.actor.strategy", "fsdp", ("renamed", "actor.strategy", "fsdp2")),
+        ("actor_rollout_ref.actor.strategy", "megatron", ("implied", None, None)),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype", "fp32", ("implied", None, None)),
         ("actor_rollout_ref.ref.fsdp_config.model_dtype", "bf16", ("implied", None, None)),
         ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "fp16", (("not "
@@ -801,10 +804,23 @@ def test_layouts_that_depend_on_others() -> None:
 
 
 def test_fsdp_is_recomputed_and_says_how_to_find_a_layout() -> None:
-    fsdp = converted({"actor.strategy": "fsdp", "algorithm.adv_estimator": "gae"})
+    given = {"actor.strategy": "fsdp", "algorithm.adv_estimator": "gae"}
+    fsdp = converted(given)
+    assert fsdp.settings["actor.strategy"] == "fsdp2"
     assert fsdp.settings["actor.megatron.recompute_granularity"] == "full"
-    assert fsdp.settings["actor.megatron.grad_offload"] is True
-    assert "note: layout" in fsdp.text() and "--gpus-per-node" in fsdp.text()
+    assert "note: layout: FSDP stays FSDP2" in fsdp.text() and "--gpus-per-node" in fsdp.text()
+    shared = converted({**given, "actor.ulysses_sequence_parallel_size": 2}).settings
+    sizes = (shared["actor.strategy"], shared["actor.megatron.context_parallel_size"])
+    assert sizes == ("fsdp2", 2)
+    other = converted({**given, "actor.veomni.expert_parallel_size": 2})
+    assert "actor.strategy" not in other.settings
+    assert other.settings["actor.megatron.grad_offload"] is True
+    reason = "(actor.veomni.expert_parallel_size is 2, which fsdp2 does not have)"
+    assert reason in other.text()
+    asked = converted_arguments(["actor.strategy=fsdp", "--strategy", "megatron"])
+    assert "actor.strategy" not in asked.settings and "--gpus-per-node" in asked.text()
+    with pytest.raises(UserError, match="--strategy 'zero': expected fsdp2 or megatron"):
+        converted_arguments(["actor.strategy=fsdp", "--strategy=zero"])
     megatron = converted(PPO_MATH)
     assert (
         "actor.megatron.recompute_granularity" not in megatron.settings
@@ -1554,11 +1570,9 @@ def test_overrides_do_not_change_the_engine_of_a_script(
     for overrides in ([], layout):
         settings = converted_arguments([str(script), *overrides]).settings
         recomputed = settings.get("actor.megatron.recompute_granularity")
-        assert (
-            (recomputed == "full")
-            == (settings.get("actor.megatron.grad_offload") is True)
-            == is_fsdp
-        )
+        stays = settings.get("actor.strategy") == "fsdp2"
+        assert (recomputed == "full") == is_fsdp and stays == (is_fsdp and not overrides)
+        assert (settings.get("actor.megatron.grad_offload") is True) == (is_fsdp and not stays)
     assert "actor.megatron.recompute_granularity" not in converted_arguments(layout).settings
 
 
@@ -1688,6 +1702,9 @@ def test_distillation_is_converted(tmp_path: Path) -> None:
         f"{section}.distillation_loss.clip_ratio_low": 0.2,
         f"{section}.distillation_loss.use_chunked_topk": True,
     }
+    fsdp = loaded(converted({**given, "model_engine": "fsdp"}), tmp_path / "ours.yaml")
+    of_teachers = [teacher.strategy for teacher in fsdp.distillation.teacher_models.values()]
+    assert (fsdp.actor.strategy, of_teachers) == ("fsdp2", ["megatron", "fsdp2"])
     cfg = loaded(converted(given), tmp_path / "ours.yaml")
     assert list(cfg.distillation.teacher_models) == ["math", "other"]
     math = cfg.distillation.teacher_models["math"]

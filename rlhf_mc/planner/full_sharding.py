@@ -1,0 +1,154 @@
+"""FSDP2: the state of a model whose parameters are sharded over ranks, and what is gathered and
+reduced in its passes, as torch's fully_shard does (torch/distributed/fsdp/_fully_shard).
+
+Of each parameter a rank holds ceil(n / d) of the n rows, with padding on the last ranks. A layer is
+gathered for its forward pass, and for its backward pass if it was freed. Embedding, last norm and
+head are the root's, which stays gathered during a pass. Each backward pass of a micro-batch reduces
+gradients in float32."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.schema import Config, layouts, roles
+from rlhf_mc.planner.collectives import Collective
+from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
+from rlhf_mc.planner.rank_layouts import layout_at
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.topology.mesh import Coordinate, Mesh
+
+_FLOAT32 = 4
+_MOMENTS = 2
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Units:
+    """Elements of a rank's shards, by what is gathered together."""
+
+    root: int
+    layers: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Elements of all shards."""
+        return self.root + sum(self.layers)
+
+
+@dataclass(frozen=True)
+class FullySharded:
+    """A model under FSDP2."""
+
+    world: int
+    """Ranks that hold the model."""
+    ranks: int
+    """Ranks over which each parameter is sharded; the other ranks have replicas of the shards
+    (HSDP)."""
+    frees_layers: bool
+    """Layers are freed after their forward pass (reshard_after_forward)."""
+    itemsize: int
+    """Bytes of an element of the type in which the model computes."""
+    whole: int
+    """Bytes of correction biases, which each rank has whole."""
+    all: Units
+    trained: Units
+
+    @property
+    def state(self) -> ModelState:
+        """The bytes on a rank: of what is trained the parameters are the float32 main parameters,
+        and gradients and Adam's moments are float32 too."""
+        trained = self.trained.total * _FLOAT32
+        kept = (self.all.total - self.trained.total) * self.itemsize + self.whole
+        return ModelState(trained + kept, trained, _MOMENTS * trained)
+
+    @property
+    def narrowed(self) -> float:
+        """The bytes of the copy of the main parameters, in the type in which the model computes,
+        that a weight update or an export reads."""
+        return float(self.trained.total * self.itemsize) if self.itemsize < _FLOAT32 else 0.0
+
+    def gathered(self, is_update: bool) -> dict[str, float]:
+        """Return the bytes of whole parameters in a pass: of the root and of two layers, the one
+        that computes and the next, or of all layers. In an update also of the gradients that are
+        not reduced: of the root and a layer, and a layer's float32 copy that is being reduced."""
+        layer = max(self.all.layers)
+        layers = 2 * layer if self.frees_layers else sum(self.all.layers) + layer
+        whole = self.ranks * self.itemsize
+        parts = {"gathered parameters": float(whole * (self.all.root + layers))}
+        if is_update:
+            trained = max(self.trained.layers)
+            gradients = whole * (self.trained.root + trained) + self.ranks * trained * _FLOAT32
+            parts["gathered gradients"] = float(gradients)
+        return parts
+
+    def collectives(self, rank: int, micro_batches: int, is_update: bool) -> list[Collective]:
+        """Return the collectives of a pass on this rank. Without a backward pass, what is not freed
+        stays for the next micro-batch."""
+        first = rank // self.ranks * self.ranks
+        shards = tuple(range(first, first + self.ranks))
+        replicas = tuple(range(rank % self.ranks, self.world, self.ranks))
+        of_layers = micro_batches if is_update or self.frees_layers else 1
+        of_layers *= 1 + (is_update and self.frees_layers)
+        of_root = micro_batches if is_update else 1
+        elements = of_root * self.all.root + of_layers * sum(self.all.layers)
+        calls = of_root + of_layers * len(self.all.layers)
+        gathered = self.ranks * elements * self.itemsize
+        collectives = [Collective("parameters", "all_gather", shards, gathered, calls)]
+        if is_update:
+            size = micro_batches * self.trained.total * _FLOAT32
+            calls = micro_batches * (1 + len(self.trained.layers))
+            collectives += [
+                Collective("gradients", "reduce_scatter", shards, self.ranks * size, calls),
+                Collective("gradients", "all_reduce", replicas, size, calls),
+            ]
+        return [item for item in collectives if len(item.group) > 1]
+
+
+def full_sharding(
+    cfg: Config, role: str, shape: ModelShape, mesh: Mesh, cuda: bool = True
+) -> FullySharded | None:
+    """Return a role's model under FSDP2 on the ranks of the mesh; None: its strategy is
+    Megatron's."""
+    layout = layouts(cfg)[role]
+    if layout.fsdp is None:
+        return None
+    freeze = getattr(roles(cfg)[role], "freeze", None)
+    patterns = None if freeze is None else tuple(freeze)
+    units = _units(role, shape, patterns, mesh.shards, cuda)
+    frees = layout.fsdp.reshard_after_forward
+    return FullySharded(mesh.world, mesh.shards, frees, ITEMSIZES[layout.dtype], *units)
+
+
+@functools.lru_cache(maxsize=64)
+def _units(
+    role: str, shape: ModelShape, freeze: tuple[str, ...] | None, ranks: int, cuda: bool
+) -> tuple[int, Units, Units]:
+    """Return the bytes that each rank has whole, the units of all parameters, and of those that are
+    trained. freeze: patterns of tensors that are not trained; None: the model is never trained."""
+    layout = layout_at(shape, Mesh(1, 1, 1), Coordinate(0, 0, 0), cuda)
+    sizes = {name: size for name, size in layout.shapes.items() if name not in layout.float32}
+    whole = sum(math.prod(layout.shapes[name]) * _FLOAT32 for name in layout.float32)
+    frozen: Collection[str] = sizes
+    if freeze is not None:
+        frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout)
+    trained = {name: size for name, size in sizes.items() if name not in frozen}
+    return (
+        whole,
+        _sharded(sizes, shape.num_layers, ranks),
+        _sharded(trained, shape.num_layers, ranks),
+    )
+
+
+def _sharded(sizes: Mapping[str, tuple[int, ...]], num_layers: int, ranks: int) -> Units:
+    """Return the units of parameters, given by name and shape."""
+    units = [0] * (num_layers + 1)
+    for name, (rows, *row) in sizes.items():
+        layer = _LAYER.match(name)
+        unit = num_layers if layer is None else int(layer[1])
+        units[unit] += math.ceil(rows / ranks) * math.prod(row)
+    return Units(units[num_layers], tuple(units[:num_layers]))
