@@ -108,14 +108,14 @@ def in_flight(run: Run) -> list[str]:
     of_step = cfg.data.train_batch_size * cfg.rollout.n
     if begun == of_step:
         return []
-    held = len(run.rollout.groups) * cfg.rollout.max_num_seqs
+    at_a_time = len(run.rollout.groups) * cfg.rollout.max_num_seqs
     line = (
         f"{prompts_in_flight(cfg)} prompts in flight: {begun} responses, {begun / of_step:.1f} "
-        f"batches; the engines hold {held} at a time, {held / of_step:.1f} batches"
+        f"batches; the engines hold {at_a_time} at a time, {at_a_time / of_step:.1f} batches"
     )
-    if begun <= max(held, of_step):
+    if begun <= max(at_a_time, of_step):
         return [line]
-    useful = max(cfg.data.train_batch_size, held // cfg.rollout.n)
+    useful = max(cfg.data.train_batch_size, at_a_time // cfg.rollout.n)
     return [f"{line}: above {useful}, rollout.prompts_in_flight begins what has to wait"]
 
 

@@ -69,7 +69,9 @@ class GroupSampling:
     def end(self) -> tuple[Sequence[Group], ScoredBatch]:
         """Exchange the responses of `begin`. Return the groups that a step trains on, and their
         batch. The pool has the others."""
-        run, state, plan = self._run, self._state, self._plan
+        run = self._run
+        state = self._state
+        plan = self._plan
         responses = self._call.end()
         state.num_generated += self._call.num_sampled
         n = run.config.rollout.n
