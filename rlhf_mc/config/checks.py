@@ -201,6 +201,8 @@ def _adapters(cfg: Config) -> Iterator[str]:
             yield f"{key} {role}.freeze is set; all but the adapters is frozen: remove it"
         if section.megatron.fp8 is not None:
             yield f"{key} {role}.megatron.fp8 is set; adapters have no fp8: set it to null"
+        if section.strategy != "megatron":
+            yield f"{key} {role}.strategy is {section.strategy}; adapters need megatron"
     if cfg.actor.lora.rank == 0:
         return
     key = f"actor.lora.rank is {cfg.actor.lora.rank} and"
@@ -209,8 +211,7 @@ def _adapters(cfg: Config) -> Iterator[str]:
             f"{key} actor.moe_router_bias_update_rate is {cfg.actor.moe_router_bias_update_rate}; "
             "routers are frozen: set it to 0"
         )
-    names = ["strategy", *(f"fsdp_config.{name}" for name in vars(cfg.ref.fsdp_config))]
-    names += [f"megatron.{name}" for name in vars(cfg.ref.megatron)]
+    names = ["strategy", *(f"megatron.{name}" for name in vars(cfg.ref.megatron))]
     for name in names if uses_reference(cfg) else ():
         here = get_setting(cfg, f"ref.{name}")
         if here != get_setting(cfg, f"actor.{name}"):
