@@ -58,8 +58,9 @@ def fsdp_obstacle(verl: Settings) -> str | None:
     """Return why a run of FSDP gets Megatron's layout; None: it stays FSDP2."""
     if verl.get(ASKED_STRATEGY) == "megatron":
         return f"by {ASKED_STRATEGY} megatron"
-    if int_or_default(verl, "model.lora_rank") > 0:
-        return "model.lora_rank is set, and fsdp2 has no LoRA"
+    for key in ("model.lora_rank", "critic.model.lora_rank"):
+        if int_or_default(verl, key) > 0:
+            return f"{key} is {verl[key]}, and fsdp2 has no LoRA"
     for key, value in verl.items():
         if _SHARDS_MORE.match(key) and type(value) is int and value > 1:
             return f"{key} is {value}, which fsdp2 does not have"

@@ -103,6 +103,10 @@ def test_names_of_no_linear_layer_are_refused(
             "critic.lora.rank is 4 and critic.freeze",
         ),
         (
+            ["actor.strategy=fsdp2", "model.dist_checkpointing_path=null"],
+            "actor.lora.rank is 4 and actor.strategy is fsdp2; adapters need megatron",
+        ),
+        (
             ["actor.moe_router_bias_update_rate=0.1"],
             "actor.moe_router_bias_update_rate is 0.1; routers are frozen: set it to 0",
         ),

@@ -817,6 +817,9 @@ def test_fsdp_is_recomputed_and_says_how_to_find_a_layout() -> None:
     assert other.settings["actor.megatron.grad_offload"] is True
     reason = "(actor.veomni.expert_parallel_size is 2, which fsdp2 does not have)"
     assert reason in other.text()
+    adapters = converted({**given, "critic.model.lora_rank": 8})
+    assert "actor.strategy" not in adapters.settings
+    assert "(critic.model.lora_rank is 8, and fsdp2 has no LoRA)" in adapters.text()
     asked = converted_arguments(["actor.strategy=fsdp", "--strategy", "megatron"])
     assert "actor.strategy" not in asked.settings and "--gpus-per-node" in asked.text()
     with pytest.raises(UserError, match="--strategy 'zero': expected fsdp2 or megatron"):
