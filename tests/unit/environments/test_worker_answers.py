@@ -403,7 +403,7 @@ def test_a_file_that_cannot_be_loaded_is_one_line(
         (
             "time.sleep(60)",
             (
-                "not imported after 1.5 s (rollout.environment.timeout_seconds), at "
+                "not imported after 5 s (rollout.environment.timeout_seconds), at "
                 "environment.py:39 in <module>"
             ),
         ),
@@ -413,7 +413,7 @@ def test_loading_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     """Check a process that stops within a message too."""
-    monkeypatch.setattr(worker_process, "IMPORT_SECONDS", 1.5)
+    monkeypatch.setattr(worker_process, "IMPORT_SECONDS", 5.0)
     cfg = write(tmp_path, text)
     cfg.timeout_seconds = 0.1
     with pytest.raises(UserError) as caught:
