@@ -44,7 +44,7 @@ from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.statistics import LOG_PROBS, Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.strategies.distributed_optimizer import MegatronStrategy
 from rlhf_mc.models.strategies.fully_sharded import FsdpStrategy
-from rlhf_mc.models.strategies.strategy import Strategy
+from rlhf_mc.models.strategies.strategy import TrainingStrategy
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.layout import EMPTY, Layout
 from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
@@ -389,7 +389,9 @@ class ModelEngine:
         self.strategy.end_passes()
 
 
-def build_strategy(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups) -> Strategy:
+def build_strategy(
+    shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups
+) -> TrainingStrategy:
     """Return a model of zero weights, by the strategy of its layout."""
     is_sharded = fsdp_config(megatron) is not None
     return (FsdpStrategy if is_sharded else MegatronStrategy)(shape, megatron, groups)

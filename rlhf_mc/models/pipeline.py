@@ -179,7 +179,7 @@ class MicroBatchSchedule:
         with_observations: bool = False,
     ) -> None:
         """Run the micro-batches through this rank's stage, forward only unless there are chunks in
-        `trained` (Strategy.trained).
+        `trained` (TrainingStrategy.trained).
 
         On the last stage `on_last_stage` gets the states at the logit positions, with_observations
         too at those of observations, or with at_last_token at the last tokens. It returns the loss,

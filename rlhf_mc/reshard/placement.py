@@ -34,7 +34,7 @@ def training_layouts(
 def row_shard(layout: Layout, part: int, parts: int) -> Layout:
     """Return the part-th of `parts` shards of a layout's tensors by rows, as torch's fully_shard
     has them: of n rows ceil(n / parts) each, the last ones fewer or none. Tensors without rows are
-    left out; float32 ones (correction biases) are whole."""
+    left out; of float32 ones (correction biases) each shard has all rows."""
     shapes = {}
     shards = []
     for local, size in layout.stacked_shapes.items():

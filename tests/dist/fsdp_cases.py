@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a strategy computes."""
+    """Results of a strategy."""
 
     scores: torch.Tensor
     stats: dict[str, float]

@@ -33,11 +33,11 @@ from rlhf_mc.models.megatron_patches import (
 )
 from rlhf_mc.models.offload import gradient_buffers
 from rlhf_mc.models.optimizer import OptimizerPart, optimizer_parts
-from rlhf_mc.models.strategies.strategy import Strategy
+from rlhf_mc.models.strategies.strategy import TrainingStrategy
 from rlhf_mc.topology.groups import ProcessGroups
 
 
-class MegatronStrategy(Strategy):
+class MegatronStrategy(TrainingStrategy):
     """Whole parameters of the rank's split, and ZeRO-1 over their replicas."""
 
     has_weights = True

@@ -25,13 +25,13 @@ from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.models.expert_parts import CORRECTION_BIAS
 from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, assemble_model
 from rlhf_mc.models.optimizer import OptimizerPart, optimizer_parts
-from rlhf_mc.models.strategies.strategy import Strategy
+from rlhf_mc.models.strategies.strategy import TrainingStrategy
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import ProcessGroups
 
 
-class FsdpStrategy(Strategy):
-    """Some rows of each parameter. The correction biases, which no gradient reaches, are whole."""
+class FsdpStrategy(TrainingStrategy):
+    """Some rows of each parameter, and all of the correction biases, which no gradient reaches."""
 
     def __init__(self, shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups) -> None:
         super().__init__(megatron, groups)

@@ -1,5 +1,5 @@
-"""How a model's weights, gradients and optimizer state lie on the ranks of its mesh: the interface
-of the setting `strategy`, by which ModelEngine knows them.
+"""Placement of a model's weights, gradients and optimizer state on the ranks of its mesh: the
+interface of the setting `strategy`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhf_mc.models.optimizer import OptimizerPart
 from rlhf_mc.topology.groups import ProcessGroups
 
 
-class Strategy(abc.ABC):
+class TrainingStrategy(abc.ABC):
     """This rank's part of a model. Before make_trainable it is frozen."""
 
     chunks: Sequence[PackedGPT]
@@ -25,7 +25,7 @@ class Strategy(abc.ABC):
     """In Megatron-Core's form: chained_optimizers, each with a torch optimizer, and their
     param_groups; None: frozen."""
     trained: Sequence[Any] = ()
-    """What the schedule runs in an update, for each chunk."""
+    """Modules that the schedule runs in an update, one for each chunk."""
     buffered: Sequence[Any] = ()
     """Those of them with a buffer of gradients (DistributedDataParallel)."""
 
