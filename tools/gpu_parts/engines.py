@@ -92,9 +92,12 @@ def shared_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def mesh_groups(tp: int, pp: int, ep: int = 1, **sizes: Any) -> Iterator[ProcessGroups]:
+def mesh_groups(
+    tp: int, pp: int, ep: int = 1, vpp: int = 1, cp: int = 1, dynamic_cp: bool = False, **sizes: Any
+) -> Iterator[ProcessGroups]:
     """Build the process groups of a layout. sizes: other fields of Mesh."""
-    yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, **sizes))
+    mesh = Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp, cp=cp, dynamic_cp=dynamic_cp, **sizes)
+    yield build_groups(mesh)
 
 
 def make_engine(
