@@ -26,7 +26,7 @@ from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.checkpoint.megatron_format import save_mcore
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import engine, gpt_model, megatron_patches
+from rlhf_mc.models import gpt_model, megatron_patches
 from rlhf_mc.models.gpt_model import fusions
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.megatron_patches import (
@@ -40,6 +40,7 @@ from rlhf_mc.models.megatron_patches import (
     multiply_as_matrices,
 )
 from rlhf_mc.models.steps import AssemblyStep
+from rlhf_mc.models.strategies import distributed_optimizer
 from rlhf_mc.patching import Patch, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, GLOO_GROUPS, CudaMeansCpu
 
@@ -262,7 +263,7 @@ def output_layer_with_fused_accumulation(checkpoint: str, patched: bool) -> None
 def gathered_parameters(checkpoint: str, patched: bool) -> int:
     """Return the bytes that are gathered in an optimizer step of a model whose experts are
     sharded."""
-    unpatched = mock.patch.object(engine, "gather_parameters_once", lambda optimizer: None)
+    unpatched = replaced(distributed_optimizer, "gather_parameters_once", lambda optimizer: None)
     with contextlib.nullcontext() if patched else unpatched:
         mesh = {"ep": dist.get_world_size()}
         counts = recorded(checkpoint, "actor", mesh, 1, trains=True, use_distributed_optimizer=True)

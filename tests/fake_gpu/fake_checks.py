@@ -39,7 +39,11 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
         1,
         "scores of the batch",
     ),
-    ("optimizer_step", "item", "models/engine.py:ModelEngine.train_step"): (
+    (
+        "optimizer_step",
+        "item",
+        "models/strategies/distributed_optimizer.py:MegatronStrategy.grad_norm",
+    ): (
         None,
         "the norm of the gradient; experts have one of their own",
     ),
@@ -89,7 +93,10 @@ PAGEABLE_COPIES = {
     ("load", "models/gpt_model.py:build_model"): "constants of the model",
     ("load", "reshard/execute.py:_Copies.run"): "weights of the files",
     ("load", "tests"): "the value head of the tests",
-    ("make_trainable", "models/engine.py:ModelEngine.make_trainable"): "constants of the optimizer",
+    (
+        "make_trainable",
+        "models/strategies/distributed_optimizer.py:MegatronStrategy.make_trainable",
+    ): "constants of the optimizer",
     (
         "score",
         "models/gpt_model.py:PackedGPT.forward",

@@ -90,7 +90,10 @@ def test_an_optimizer_step_of_transformer_engine_waits_once(report: Run, name: s
         # Of two steps. Without the distributed optimizer the experts' gradient has a norm of its
         # own.
         norms = 2 if name.startswith("experts, stages") else 1
-        assert waits == {("item", "models/engine.py:ModelEngine.train_step"): 2 * norms}
+        assert waits == {
+            ("item", "models/strategies/distributed_optimizer.py:MegatronStrategy.grad_norm"): 2
+            * norms
+        }
 
 
 def test_all_waits_and_copies_from_pageable_memory_are_known(report: Run) -> None:

@@ -120,10 +120,14 @@ def test_the_page_of_settings_is_made_of_their_dataclasses() -> None:
     repeated = {
         "critic.lora",
         "critic.optim",
+        "critic.fsdp_config",
         "critic.megatron",
+        "ref.fsdp_config",
         "ref.megatron",
+        "reward_model.fsdp_config",
         "reward_model.megatron",
         "reward_models.NAME",
+        "distillation.teacher_models.NAME.fsdp_config",
         "distillation.teacher_models.NAME.megatron",
     }
     assert {key.rpartition(".")[0] for key in rows} | {"reward_models.NAME"} | repeated == sections

@@ -25,7 +25,7 @@ from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request
 from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer.pool import generate, rollout
+from rlhf_mc.trainer.pool import generate, rollout, sampling
 from rlhf_mc.trainer.pool.group_pool import GroupPool
 from rlhf_mc.trainer.pool.rollout import (
     SampledGroups,
@@ -360,12 +360,12 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(
         lambda own, engines, count: Responses.of([own[i] for i in range(count)]),
     )
     monkeypatch.setattr(
-        rollout, "ScoreStream", lambda *args: SimpleNamespace(submit=lambda responses: None)
+        sampling, "ScoreStream", lambda *args: SimpleNamespace(submit=lambda *args, **kwargs: None)
     )
     state = begin_step(3, RankStatus(), num_prompts=7 * 3)
     for awake in ({WEIGHTS, KV_CACHE}, {WEIGHTS, KV_CACHE}, set()):
         run.rollout.awake = awake
-        rollout.sample_groups(run, state, 2)
+        sampling.sample_groups(run, state, 2)
     assert state.num_prompts == 10 * 3, "a batch of each epoch, whose third prompt fills none"
     batches = [call for call in calls if call != "weights"]
     assert [call if call == "weights" else "" for call in calls] == ["", "", "weights", ""]
