@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
+from rlhf_mc.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    TrainerConfig,
+    get_setting,
+    layouts,
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,12 @@ DEPENDENCES = (
             cfg.actor.megatron.context_parallel_size == 1
             or cfg.actor.megatron.dynamic_context_parallel
         ),
+    ),
+    Dependence(
+        "actor.fsdp_config",
+        "fsdp_size reshard_after_forward",
+        "strategy fsdp2 of a role",
+        lambda cfg: any(layout.fsdp is not None for layout in layouts(cfg).values()),
     ),
     _switch(
         "rollout.partial_rollout", "rollout", "max_off_policy_threshold max_off_policy_strategy"

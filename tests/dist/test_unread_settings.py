@@ -63,6 +63,7 @@ ELSEWHERE = (
     ".lora.",
     ".optim.",
     ".megatron.",
+    ".fsdp_config.",
     "loss_scale_factor",
     "filter_groups",
     "rollout_rs",
