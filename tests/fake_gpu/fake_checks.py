@@ -67,10 +67,12 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
         1,
         "before the writer's thread reads the blocks",
     ),
+    ("save", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),
     ("load_state", "item", "models/optimizer.py:adam_steps"): (
         1,
         "the fused optimizer has its step on the device",
     ),
+    ("load_state", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),
     ("update_weights", "copy to the host", "reshard/verify.py:checksums"): (
         None,
         "verification alone",
@@ -82,6 +84,11 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
     ): (
         None,
         "verification alone, one a peer",
+    ),
+    ("onload", "synchronize", "platform.py:unlock_pages"): (None, "the model's host arenas"),
+    ("update_weights", "synchronize", "platform.py:unlock_pages"): (
+        None,
+        "the model's host arenas, which are freed with it after the last phase",
     ),
 }
 """(phase, operator or call, place) -> (1 where it is once in the phase, otherwise None; the
