@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -305,10 +306,12 @@ def in_parts(
 def scored_meanwhile(
     checkpoint: str, prompts: Sequence[Sequence[int]], directory: str
 ) -> tuple[list[float], bool]:
-    """Generate responses and score them by directory/reward.py. Return the scores, and whether
-    directory/scored, which the reward function makes, was there before the last step of the
-    engine."""
-    where = Path(directory)
+    """Generate responses and score them by a copy of directory/reward.py of this rank. Return the
+    scores, and whether the file scored, which the reward function makes beside itself, was there
+    before the last step of the engine."""
+    where = Path(directory) / f"rank{dist.get_rank()}"
+    where.mkdir()
+    shutil.copy(Path(directory) / "reward.py", where)
     rows = [Prompt(i, np.array(prompt, np.int32), "mine", None) for i, prompt in enumerate(prompts)]
     requests = [Request(i, row.token_ids, 1000 + i, NOTHING) for i, row in enumerate(rows)]
     rewards = RewardManager(
