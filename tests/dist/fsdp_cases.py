@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,17 @@ from gpu_parts.engines import (
     score_tokens,
     with_targets,
 )
+from replay_cases import BALANCE
 
 from rlhf_mc.config.model_schema import FsdpConfig
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.heads import log_prob_head, value_head
+from rlhf_mc.models.router_balance import RouterBalance
+from rlhf_mc.models.router_replay import ExpertReplay
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.reshard.layout import correction_biases
 from rlhf_mc.topology.groups import ProcessGroups, build_groups
 from rlhf_mc.topology.mesh import Mesh
 
@@ -45,6 +51,10 @@ class Case(NamedTuple):
     sharding: dict[str, Any] = {}
     distributed: bool = True
     """Compare with the distributed optimizer, of which no rank has the whole gradient."""
+    freeze: tuple[str, ...] = ()
+    """Patterns, as in actor.freeze."""
+    routers: bool = False
+    """Add the routers' losses, update their correction biases, and replay recorded experts."""
 
 
 class Outcome(NamedTuple):
@@ -72,31 +82,42 @@ def outcomes(case: Case, batch: RaggedBatch, steps: int = 3) -> tuple[Outcome, O
         engine = make_engine(case.checkpoint, case.role, groups, **zero_1, **case.megatron)
         if case.role == "actor":
             batch = with_targets(engine, batch)
-        wanted = outcome(engine, batch, steps)
+        wanted = outcome(case, engine, batch, steps)
     with sharded_groups(case.shards or world, case.cp) as groups:
         fsdp = FsdpConfig(case.shards or -1, **case.sharding)
         engine = make_engine(case.checkpoint, case.role, groups, fsdp=fsdp, **case.megatron)
-        return wanted, outcome(engine, batch, steps)
+        return wanted, outcome(case, engine, batch, steps)
 
 
-def outcome(engine: ModelEngine, batch: RaggedBatch, steps: int) -> Outcome:
+def outcome(case: Case, engine: ModelEngine, batch: RaggedBatch, steps: int) -> Outcome:
     """Score the batch, train on it, and score it again with the new weights."""
     head = (
         log_prob_head(engine.shape.vocab_size, TEMPERATURE)
         if engine.name == "actor"
         else value_head
     )
-    engine.make_trainable(OPTIM, total_steps=steps)
+    frozen = frozen_tensors("actor.freeze", case.freeze, engine.shape)
+    layout = engine_layouts(engine)[engine.groups.rank]
+    engine.make_trainable(OPTIM, total_steps=steps, frozen=frozen_parameters(frozen, layout))
+    if case.routers:
+        settings = BALANCE
+        if not correction_biases(engine.shape):
+            settings = replace(BALANCE, moe_router_bias_update_rate=0.0)
+        engine.replay = ExpertReplay("recompute", engine.shape, engine.groups, engine.chunks)
+        engine.balance = RouterBalance(settings, engine.shape, engine.groups, engine.chunks)
     scores = [score_tokens(engine, batch, head, BUDGET)]
     micro_batches = my_micro_batches(engine, batch, BUDGET)
     loss = objective(engine, batch, "token-mean")
     stats = engine.backward(batch, micro_batches, loss)
-    gradients = logical_tensors(engine, dict(engine.strategy.gradients()))
+    zeros = {name: torch.zeros(param.shape) for name, param in engine.named_parameters().items()}
+    gradients = logical_tensors(engine, zeros | dict(engine.strategy.gradients()))
     norms = []
     for _ in range(steps):
         norms.append(engine.train_step(batch, micro_batches, loss).grad_norm)
         engine.end_of_ppo_step()
     scores.append(score_tokens(engine, batch, head, BUDGET))
+    if engine.balance is not None:
+        stats |= engine.balance.losses()
     weights = {name: param.float() for name, param in engine.params.items()}
     return Outcome(torch.stack(scores), stats, gradients, norms, logical_tensors(engine, weights))
 

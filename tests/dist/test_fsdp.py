@@ -39,7 +39,7 @@ def batch() -> RaggedBatch:
     starts = empty.seq_lens.cumsum(0) - empty.seq_lens
     empty.tokens[starts[4] : starts[4] + 4] = empty.tokens[starts[3] : starts[3] + 4]
     noise = torch.randn(2, sum(RESPONSE_LENS), generator=torch.Generator().manual_seed(6))
-    return empty.with_fields(values=noise[0], returns=noise[1])
+    return empty.with_fields(values=noise[0], returns=noise[1], numbers=torch.arange(5) + 20)
 
 
 def check(pool: Any, world: int, cases: list[Case], batch: RaggedBatch, bound: float) -> None:
@@ -75,8 +75,11 @@ def test_layouts_and_settings(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int
 ) -> None:
     """Check replicas of the shards (HSDP), rows that four ranks do not share evenly (the value
-    head's one row), context parallelism, and what changes the passes."""
-    tied, untied, experts = (checkpoints[name] for name in ("tied", "untied", "qwen3_moe"))
+    head's one row), context parallelism, and what changes the passes: frozen tensors, the routers'
+    losses, correction biases and replayed experts among it."""
+    tied, untied, experts, biased = (
+        checkpoints[name] for name in ("tied", "untied", "qwen3_moe", "glm4_moe")
+    )
     cases = [
         Case(tied, shards=2),
         Case(untied, shards=1),
@@ -87,6 +90,9 @@ def test_layouts_and_settings(
         Case(tied, megatron={"recompute_granularity": "full"}),
         Case(experts, megatron={"recompute_granularity": "selective"}),
         Case(tied, megatron={"share_prompts": False}),
+        Case(tied, freeze=("model.embed_tokens.*", "model.layers.0.*")),
+        Case(experts, routers=True),
+        Case(biased, routers=True, cp=2),
     ]
     check(pool, world, cases, batch, 1e-4)
     bfloat16 = [Case(path, megatron={"dtype": "bfloat16"}) for path in (tied, experts)]

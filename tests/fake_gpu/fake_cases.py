@@ -84,10 +84,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SEQUENCE = {"sequence_parallel": True}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 WHOLE = {"share_prompts": False}
-OFFLOAD = {
-    **DISTRIBUTED,
-    **dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True),
-}
+OFFLOAD_ROLE = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True)
+OFFLOAD = {**DISTRIBUTED, **OFFLOAD_ROLE}
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,8 @@ class Case:
     vpp: int = 1
     cp: int = 1
     dynamic_cp: bool = False
+    shards: int = 0
+    """Ranks that share each parameter with strategy fsdp2; 0: strategy megatron."""
     layers: int = 2
     ranks: tuple[int, ...] = (0,)
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -271,6 +271,17 @@ CASES: dict[str, Case] = {
         tp=8,
         ranks=(7,),
         megatron={"recompute_granularity": "selective", **SEQUENCE},
+    ),
+    "fsdp2, offload": Case("llama", world=8, shards=8, ranks=(0, 1), megatron=OFFLOAD_ROLE),
+    "fsdp2 of experts, replicas": Case("qwen3_moe", world=8, shards=4, ranks=(0, 4)),
+    "fsdp2 of a critic, context parallel": Case(  # one row for the value head: rank 0 alone has it
+        "qwen2",
+        role="critic",
+        world=8,
+        cp=2,
+        shards=8,
+        ranks=(0, 7),
+        megatron={"recompute_granularity": "full"},
     ),
 }
 """With Megatron-Core's local layers."""

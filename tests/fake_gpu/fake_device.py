@@ -13,6 +13,7 @@ import torch
 from fake_cuda import Collective, DeviceMix, place, wait
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -122,6 +123,8 @@ class FakeCuda(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its own dispatch calls the operators of its shard
         kwargs = dict(kwargs or {})
         leaves = _leaves([*args, *kwargs.values()])
         if func.namespace in ("c10d", "_c10d"):
@@ -139,6 +142,8 @@ class FakeCuda(TorchDispatchMode):
             and (target := kwargs.get("device"))
             and target.type != args[0].device.type
         ):
+            if target.type == "meta":
+                return torch.empty_like(args[0], device="meta")
             return self._moved(args[0], target, kwargs)
         if func is aten._foreach_copy_.default and {x.device.type for x in leaves} == {
             "cpu",

@@ -30,6 +30,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint import training_tensors
 from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
 from rlhf_mc.checkpoint.training_tensors import HostBuffers, TensorWriter, read_tensors
+from rlhf_mc.config.model_schema import FsdpConfig
 from rlhf_mc.config.schema import LoraConfig, OptimConfig
 from rlhf_mc.data.balance import Shared
 from rlhf_mc.data.batch import RaggedBatch
@@ -135,7 +136,14 @@ def _route_evenly(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
 def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     gpu.phase = "load"
     mesh = Mesh(
-        case.world, case.tp, case.pp, case.ep, vpp=case.vpp, cp=case.cp, dynamic_cp=case.dynamic_cp
+        case.world,
+        case.tp,
+        case.pp,
+        case.ep,
+        vpp=case.vpp,
+        cp=case.cp,
+        dynamic_cp=case.dynamic_cp,
+        shards=case.shards or 1,
     )
     groups = build_groups(mesh)
     role: Role = "actor" if case.role == "actor" else "critic"
@@ -144,8 +152,16 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
         role,
         groups,
         LoraConfig(case.lora_rank),
+        fsdp=FsdpConfig(case.shards) if case.shards else None,
         **{"dtype": "bfloat16", **case.megatron},
     )
+    if case.role != "reward_model":
+        gpu.phase = "make_trainable"
+        frozen = frozen_tensors("actor.freeze", case.freeze, engine.shape)
+        layout = engine_layouts(engine)[engine.groups.rank]
+        engine.make_trainable(
+            OptimConfig(lr=1e-6), total_steps=10, frozen=frozen_parameters(frozen, layout)
+        )
     batch, micro_batches = _batch(engine)
     te_kernels.rotated.clear()
     gpu.phase = "score"
@@ -158,7 +174,7 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     gpu.phase = "sum_scores"
     scores = sum_over_ranks(scores)
     if case.role != "reward_model":
-        _train(case, gpu, engine, with_targets(batch, scores), micro_batches)
+        _train(gpu, engine, with_targets(batch, scores), micro_batches)
         _checkpoint(gpu, engine, directory)
     if case.transformer_engine and case.cp > 1 and not traits(engine.shape).kv_lora_rank:
         assert te_kernels.rotated == set(mesh.context_sizes), te_kernels.rotated
@@ -196,14 +212,8 @@ def with_targets(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
 
 
 def _train(
-    case: Case, gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[Shared]
+    gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[Shared]
 ) -> None:
-    gpu.phase = "make_trainable"
-    frozen = frozen_tensors("actor.freeze", case.freeze, engine.shape)
-    layout = engine_layouts(engine)[engine.groups.rank]
-    engine.make_trainable(
-        OptimConfig(lr=1e-6), total_steps=10, frozen=frozen_parameters(frozen, layout)
-    )
     gpu.phase = "objective"
     loss = objective(engine, batch, "token-mean")
     compute_gradient = engine._compute_gradient

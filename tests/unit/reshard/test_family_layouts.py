@@ -513,13 +513,14 @@ def plan_of_experts(num_experts: int, bucket: int) -> Plan:
     return make_plan(source, [vllm_layout(shape, r, 4) for r in range(4)], 4, bucket, 2)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(64, tp=2, pp=2, ep=8), Mesh(64, 1, 1, shards=16)])
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
-def test_plan_of_64_ranks_is_at_its_bound(family: str) -> None:
-    """Compare with the elements that each rank, and each node, needs and lacks."""
+def test_plan_of_64_ranks_is_at_its_bound(family: str, mesh: Mesh) -> None:
+    """Compare with the elements that each rank, and each node, needs and lacks, from Megatron's
+    layout and from fsdp2's rows."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     experts = {"n_routed_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 8}
     shape = shape_of(family, num_hidden_layers=4, intermediate_size=8, **heads, **experts)
-    mesh = Mesh(64, tp=2, pp=2, ep=8)
     source = training_layouts(shape, mesh)
     target = rollout_layouts(shape, rollout_groups(mesh, 8), vllm_layout)
     distinct = {id(layout): layout for layout in (*source, *target)}
