@@ -109,6 +109,11 @@ def parse(argv: list[str]) -> CommandLine:
     options = {OPTIONS[argument] for argument in given}
     option = next((option for option in OPTIONS.values() if option in options), None)
     arguments = [argument for argument in argv if not argument.startswith("-")]
+    if option == "--check" and arguments:
+        raise UserError(
+            f"--check looks at this machine alone, not at {arguments[0]}; python -m "
+            "rlhf_mc.planner CONFIG.yaml says whether a run fits"
+        )
     if option in ("--help", "--version", "--check"):
         return CommandLine("", [], option)
     if VERL in argv and not arguments:

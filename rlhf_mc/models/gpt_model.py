@@ -323,14 +323,14 @@ def scale_embeddings(assembly: Assembly) -> None:
     )
 
 
-def enable_input_gradients(embedding: torch.nn.Module) -> None:
-    """Let a frozen embedding return a tensor that requires a gradient. A recomputed layer or MLP
-    has gradients for its parameters only where its input requires one."""
+def enable_input_gradients(frozen: torch.nn.Module) -> None:
+    """Let a frozen module return a tensor that requires a gradient. A recomputed layer or MLP has
+    gradients for its parameters only where its input requires one."""
 
     def require(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         return out.requires_grad_() if torch.is_grad_enabled() else out
 
-    embedding.register_forward_hook(require)
+    frozen.register_forward_hook(require)
 
 
 def set_rope(assembly: Assembly) -> None:

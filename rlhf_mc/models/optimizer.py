@@ -100,7 +100,8 @@ def set_adam_steps(optimizer: Any, count: int) -> None:
                 for key in MOMENTS:
                     state.setdefault(key, torch.zeros_like(main, dtype=torch.float32))
                 if not counts_by_group:
-                    state["step"] = torch.tensor(float(count))
+                    device = main.device if group.get("fused") else None
+                    state["step"] = torch.tensor(float(count), device=device)
 
 
 def _in_use(optimizer: Any) -> list[Any]:

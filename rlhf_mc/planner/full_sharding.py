@@ -75,7 +75,9 @@ class FullySharded:
     def gathered(self, is_update: bool) -> dict[str, float]:
         """Return the bytes of whole parameters in a pass: of the root and of two layers, the one
         that computes and the next, or of all layers. In an update also of the gradients that are
-        not reduced: of the root and a layer, and a layer's float32 copy that is being reduced."""
+        not reduced: of the root and a layer, and a layer's float32 copy that is being reduced. The
+        root has two copies before the first layer, and in its reduction, where no activations
+        are."""
         layer = max(self.all.layers)
         layers = 2 * layer if self.frees_layers else sum(self.all.layers) + layer
         whole = self.ranks * self.itemsize

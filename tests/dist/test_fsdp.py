@@ -86,6 +86,7 @@ def test_layouts_and_settings(
         Case(untied, shards=2, sharding={"reshard_after_forward": False}),
         Case(experts, shards=4),
         Case(untied, "critic"),
+        Case(untied, "critic", freeze=("model.*",)),
         Case(untied, cp=2),
         Case(tied, megatron={"recompute_granularity": "full"}),
         Case(experts, megatron={"recompute_granularity": "selective"}),

@@ -69,7 +69,7 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
     ),
     ("save", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),
     ("load_state", "item", "models/optimizer.py:adam_steps"): (
-        1,
+        None,
         "the fused optimizer has its step on the device",
     ),
     ("load_state", "synchronize", "platform.py:unlock_pages"): (1, "a host arena that is freed"),

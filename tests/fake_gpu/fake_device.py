@@ -163,7 +163,10 @@ class FakeCuda(TorchDispatchMode):
     def _on_cuda(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         takes_values = not re.search(r"_like$|^new_", func.overloadpacket.__name__)
-        if takes_values and any(x.device.type != "cuda" and x.dim() for x in tensors):
+        # Elsewhere torch takes numbers of the CPU.
+        takes_numbers = "_fused_" not in func.overloadpacket.__name__
+        on_cpu = [x for x in tensors if x.device.type != "cuda"]
+        if takes_values and any(x.dim() or not takes_numbers for x in on_cpu):
             devices = [(tuple(x.shape), x.device.type) for x in tensors]
             raise DeviceMix(f"{func} at {place()}: tensors of the CPU and of the GPU: {devices}")
         self.operators.add(

@@ -174,8 +174,11 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     gpu.phase = "sum_scores"
     scores = sum_over_ranks(scores)
     if case.role != "reward_model":
-        _train(gpu, engine, with_targets(batch, scores), micro_batches)
+        batch = with_targets(batch, scores)
+        _train(gpu, engine, batch, micro_batches)
         _checkpoint(gpu, engine, directory)
+        if case.shards or case.world == 1:
+            _step_after_load(gpu, engine, batch, micro_batches)
     if case.transformer_engine and case.cp > 1 and not traits(engine.shape).kv_lora_rank:
         assert te_kernels.rotated == set(mesh.context_sizes), te_kernels.rotated
     gpu.phase = "offload"
@@ -250,6 +253,17 @@ def _checkpoint(gpu: FakeCuda, engine: ModelEngine, directory: Path) -> None:
         elif buffers is not None:
             for block, copy in zip(blocks, buffers.copies(blocks), strict=True):
                 block.data.copy_(copy, non_blocking=True)
+
+
+def _step_after_load(
+    gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[Shared]
+) -> None:
+    """Take a step with the optimizer state that a resume allocates. Its waits and copies are those
+    of the other steps, and are not recorded."""
+    recorded = gpu.waits.copy(), gpu.pageable.copy()
+    engine.load_progress(engine.progress())
+    engine.train_step(batch, micro_batches, objective(engine, batch, "token-mean"))
+    gpu.waits, gpu.pageable = recorded
 
 
 def _update_weights(case: Case, gpu: FakeCuda, engine: ModelEngine) -> None:

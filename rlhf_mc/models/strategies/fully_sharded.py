@@ -23,7 +23,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import fsdp_config
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.models.expert_parts import CORRECTION_BIAS
-from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, assemble_model
+from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, assemble_model, enable_input_gradients
 from rlhf_mc.models.optimizer import OptimizerPart, optimizer_parts
 from rlhf_mc.models.strategies.strategy import TrainingStrategy
 from rlhf_mc.topology.consensus import gather_objects
@@ -114,28 +114,29 @@ class FsdpStrategy(TrainingStrategy):
 
     def end_passes(self) -> None:
         self._has_run = True
-        # What a forward pass has gathered and kept would be stale after a step.
-        for module in self.chunks[0].modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        # What a forward pass has gathered and kept would be stale after a step. Without a backward
+        # pass torch also keeps the order of the layers, of every micro-batch.
+        self.chunks[0].reset_iter_state()
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         return (
-            (name, param.grad._local_tensor)
+            (name, param.grad.to_local())
             for name, _, param in self._trained_shards()
             if param.grad is not None
         )
 
     def grad_norm(self) -> float:
-        norms = torch._foreach_norm([grad for _, grad in self.gradients()])
         zero = torch.zeros((), device=platform.device())
-        total = torch.stack([zero, *norms]).square().sum()
-        dist.all_reduce(total, group=self.groups.sharding[1])
-        return float(total.sqrt())
+        norms = torch._foreach_norm([zero, *(grad for _, grad in self.gradients())])
+        total = torch.stack(norms).square().sum()
+        # Over the replicas of the shards too, which must clip alike to the last bit.
+        dist.all_reduce(total, group=self.groups.members)
+        mesh = self.groups.mesh
+        return float((total * (mesh.shards / mesh.world)).sqrt())
 
     def step(self, clip_factor: float) -> None:
         for _, rows, param in self._trained_shards():
-            rows.grad = param.grad._local_tensor
+            rows.grad = param.grad.to_local()
         grads = [grad for _, grad in self.gradients()]
         if 0.0 < clip_factor < 1.0 and grads:
             torch._foreach_mul_(grads, clip_factor)
@@ -185,6 +186,8 @@ def _shard(
     }
     for layer in model.decoder.layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **settings)
+    # Where the head alone is trained, torch reduces its gradient by a hook of the states.
+    enable_input_gradients(model)
     # The head reads the output layer's weight after the forward pass.
     fully_shard(model, reshard_after_forward=False, **settings)
     for module in model.modules():

@@ -162,6 +162,7 @@ def test_help_lists_every_option_and_exit_code() -> None:
             ["config.yaml", "--trainer.seed=1"],
             r"unknown option --trainer.seed=1 \(.*no dashes before it: trainer.seed=1",
         ),
+        (["--check", "config.yaml"], "--check looks at this machine alone, not at config.yaml"),
         (["-x"], "unknown option -x; --help lists the options"),
         ([], "usage: torchrun"),
         (["trainer.seed=1"], "usage: torchrun"),
