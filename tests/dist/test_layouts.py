@@ -26,7 +26,6 @@ LAYOUTS = [
     (2, 1, 1, 2),
     (4, 4, 1, 4),
     (4, 2, 2, 4),
-    (4, 2, 1, 4),
 ]
 
 QKV, QKV_BIAS = (f"model.layers.*.self_attn.qkv_proj.{kind}" for kind in ("weight", "bias"))
@@ -172,19 +171,20 @@ def test_role_layouts_give_the_same_training(
             assert (rows[role][-2:] == ["-", "-"]) == (role == "ref")
 
 
-@pytest.mark.parametrize(("world", "first", "last"), [(2, 3, None), (4, 1, 3)])
 def test_uneven_stages_give_the_same_training(
-    pool: Any, reference: dict[str, Any], workspace: Path, world: int, first: int, last: int | None
+    pool: Any, reference: dict[str, Any], workspace: Path
 ) -> None:
-    """Split four layers as 3 and 1, and as 1 and 3 with both ends set."""
-    export_to = workspace / f"uneven_{world}"
-    stages = {"first": first, "last": last}
+    """Split four layers as 1 and 3."""
+    export_to = workspace / "uneven"
     results = cases.run_two_steps(
-        pool(world),
+        pool(4),
         workspace / "config.yaml",
         (1, 2, 2),
         export_to,
-        [f"actor.megatron.num_layers_in_{k}_pipeline_stage={v}" for k, v in stages.items() if v],
+        [
+            "actor.megatron.num_layers_in_first_pipeline_stage=1",
+            "actor.megatron.num_layers_in_last_pipeline_stage=3",
+        ],
     )
     check_same_training(reference, results, export_to)
 
@@ -316,9 +316,7 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
 
 # (world, tp, pp, rollout TP): all parameters aliased; some of them; rollout TP ranks in another
 # order than the ranks.
-@pytest.mark.parametrize(
-    ("world", "tp", "pp", "rollout_tp"), [(2, 2, 1, 2), (2, 1, 2, 1), (4, 2, 1, 4)]
-)
+@pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(2, 2, 1, 2), (2, 1, 2, 1)])
 def test_aliased_weights_change_no_number(
     pool: Any,
     run_layout: Run,

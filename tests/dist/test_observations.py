@@ -365,9 +365,6 @@ def test_an_agents_run_is_repeated(train: Any, config: Path) -> None:
     replayed, num_again = train("agent_replayed", *TAIL, *agent, replay)
     assert num_again == 0
     _assert_same(replayed, steps)
-    layout = [f"{role}.tensor_model_parallel_size=2" for role in ("rollout", "actor.megatron")]
-    other, num_again = train("agent_layout", *TAIL, *agent, replay, *layout)
-    assert num_again == 0 and _responses(other[0]) == _responses(steps[0])
     directory = _copied(config, "agent", "agent_killed", 1)
     for path in (directory / "observations").glob("step_000003_*.jsonl"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

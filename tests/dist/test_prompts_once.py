@@ -164,9 +164,7 @@ def test_a_group_is_split(
     check(pool(world), workspaces["qwen3"], batch, budget, tp=1, pp=1)
 
 
-@pytest.mark.parametrize(
-    "name", ["one rank", "virtual pipeline", "sequence parallel", "experts, pipeline"]
-)
+@pytest.mark.parametrize("name", ["sequence parallel", "experts, pipeline"])
 def test_routers_count_a_prompt_for_each_of_its_responses(
     pool: Any, checkpoints: dict[str, str], name: str
 ) -> None:

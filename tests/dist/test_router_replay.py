@@ -266,14 +266,12 @@ LAYOUTS = {
     # TP, PP, EP, VPP, CP, and further settings.
     "one rank": (1, (1, 1, 1, 1, 1), {}),
     "replicas": (2, (1, 1, 1, 1, 1), {"recompute_granularity": "full"}),
-    "pipeline": (2, (1, 2, 1, 1, 1), {"recompute_granularity": "full"}),
     "virtual pipeline": (2, (1, 2, 1, 2, 1), {}),
     "sequence parallel": (
         2,
         (2, 1, 1, 1, 1),
         {"sequence_parallel": True, "recompute_granularity": "full"},
     ),
-    "context parallel": (2, (1, 1, 1, 1, 2), {}),
     "experts, pipeline": (4, (1, 2, 2, 1, 1), {"recompute_granularity": "selective"}),
     "sequence and context parallel": (4, (2, 1, 2, 1, 2), {"sequence_parallel": True}),
     "dynamic context parallel": (4, (1, 1, 1, 1, 4), {"dynamic_cp": True}),

@@ -221,18 +221,15 @@ OF_BATCHES = ("training/rollout_", "rollout_corr/")
 batches, and these on when an environment answers."""
 
 
-# Each kind of fault, with saves in the background and without. Responses are conversations that end
-# in their step, responses that later steps continue, both, and in pools those of the step before.
-# KILL_SEED moves the points.
+# Each kind of fault, with saves in the background and without. Responses are conversations that
+# later steps continue, and in pools those of the step before. KILL_SEED moves the points.
 @pytest.mark.parametrize(
     ("seed", "settings", "kinds"),
     [
-        (0, TURNS, KINDS[2:5]),
-        (1, PARTIAL, KINDS[:3]),
-        (2, [*PARTIAL, *TURNS, *REPLAYABLE], KINDS[4:]),
+        (2, [*PARTIAL, *TURNS, *REPLAYABLE], KINDS[3:]),
         (3, IN_POOLS, KINDS[:4]),
     ],
-    ids=["turns", "partial", "partial turns", "pools"],
+    ids=["partial turns", "pools"],
 )
 def test_killed_anywhere(
     config: Path, tmp_path: Path, seed: int, settings: Sequence[str], kinds: Sequence[str]
