@@ -28,6 +28,7 @@ TESTED_VERSIONS = {
     "torch": "2.13.0",
     "megatron-core": "0.16.1",
     "vllm": "0.32.0",
+    "sglang": "0.5.23",
     "transformer-engine": "2.11.0",
     "transformers": "5.19.0",
     "safetensors": "0.8.0",
