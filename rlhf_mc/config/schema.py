@@ -281,8 +281,9 @@ class RolloutConfig:
     top-k, no top-p), so that the log-probs of the engine and of the trainer are of the same
     distribution."""
 
-    name: Literal["vllm", "custom"] = "vllm"
-    """The engine. custom: the one of custom_engine."""
+    name: Literal["vllm", "sglang", "custom"] = "vllm"
+    """The engine. sglang: for models without experts (requirements/sglang.txt). custom: the one of
+    custom_engine."""
     custom_engine: CustomEngineConfig = field(default_factory=CustomEngineConfig)
     """The engine of rollout.name custom."""
     tensor_model_parallel_size: Ranks = 1

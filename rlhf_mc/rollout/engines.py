@@ -62,7 +62,54 @@ class VLLM:
         return engine
 
 
-ENGINES: dict[str, EngineFactory] = {"vllm": VLLM()}
+class SGLang:
+    """SGLang, as rollout/base.py describes an EngineFactory. Its parameters of models without
+    experts have vLLM's names and shards."""
+
+    title = "SGLang"
+    layout = staticmethod(vllm_layout)
+    check_layout = staticmethod(check_vllm)
+
+    def check_installation(self) -> None:
+        """Import SGLang. Raise UserError if it is missing or of another version."""
+        importlib.import_module("rlhf_mc.rollout.sglang_patches")
+
+    def check_model(self, shape: ModelShape, cfg: RolloutConfig) -> None:
+        """Raise UserError where the engine does not have the model or a setting."""
+        check_vllm(shape, cfg.tensor_model_parallel_size)
+        if shape.num_experts:
+            raise UserError("rollout.name is sglang, and the model has experts: use vllm")
+        for setting in ("free_cache_engine", "quantization"):
+            if getattr(cfg, setting):
+                raise UserError(
+                    f"rollout.{setting} is for rollout.name vllm; set it to its default"
+                )
+
+    def build(
+        self,
+        cfg: Config,
+        shape: ModelShape,
+        groups: Sequence[Sequence[int]],
+        rank: int,
+        storage: Mapping[str, torch.Tensor],
+    ) -> RolloutEngine:
+        """Return this rank's part of the engines over these groups. Every rank must call it."""
+        module = importlib.import_module("rlhf_mc.rollout.sglang_engine")
+        engine: RolloutEngine = module.SGLangEngine(
+            cfg.model.path,
+            shape,
+            cfg.rollout,
+            groups,
+            rank,
+            max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
+            dtype=cfg.actor.megatron.dtype,
+            seed=cfg.trainer.seed,
+            storage=storage,
+        )
+        return engine
+
+
+ENGINES: dict[str, EngineFactory] = {"vllm": VLLM(), "sglang": SGLang()}
 """Built-in engines by the value of rollout.name."""
 
 

@@ -144,9 +144,7 @@ class SGLangEngine:
         self.cached_token_cost = kv_bytes / (read_bytes + _OVERHEAD_BYTES[platform.use_cuda()])
         shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
         try:
-            on_every_rank(
-                lambda: check_parameters(model_path, layout.shapes, shapes), group=pool
-            )
+            on_every_rank(lambda: check_parameters(model_path, layout.shapes, shapes), group=pool)
             if self._scheduler.max_req_len <= max_model_len:
                 raise UserError(
                     f"SGLang's KV cache holds {self._scheduler.max_req_len} tokens, and a sequence "
@@ -257,7 +255,9 @@ class SGLangEngine:
         ]
         if any(drew):
             log_probs = self._sampler.log_probs.cpu().numpy()
-            self._log_probs.append([n for n, yes in zip(numbers, drew, strict=True) if yes], log_probs[drew])
+            self._log_probs.append(
+                [n for n, yes in zip(numbers, drew, strict=True) if yes], log_probs[drew]
+            )
         ended = {}
         for number, state in zip(numbers, states, strict=True):
             if state.finished():

@@ -109,9 +109,7 @@ try:
         import sglang.srt.managers.scheduler as sglang_scheduler
         import sglang.srt.model_loader.loader as sglang_loader
 except ImportError as error:
-    raise UserError(
-        f"rollout.name is sglang, and its import fails: {error}; {INSTALL}"
-    ) from None
+    raise UserError(f"rollout.name is sglang, and its import fails: {error}; {INSTALL}") from None
 
 
 @contextlib.contextmanager
