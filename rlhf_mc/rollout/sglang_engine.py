@@ -86,10 +86,10 @@ class DrawnTokens(Sampler):
     def _draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if not platform.use_cuda():
             keys = self.draws.keys(self.requests, positions.numpy())
-            return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), keys)  # type: ignore[no-any-return]
+            return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), keys)
         seeds = torch.tensor([self.seeds[int(number)] for number in self.requests])
         tokens = multinomial_with_seed(logits.log_softmax(-1), seeds.to(logits.device), positions)
-        return tokens[:, 0]  # type: ignore[no-any-return]
+        return tokens[:, 0]
 
 
 class SGLangEngine:

@@ -107,6 +107,7 @@ try:
     with stand_ins():
         import sglang.srt.distributed.parallel_state as sglang_state
         import sglang.srt.managers.scheduler as sglang_scheduler
+        import sglang.srt.managers.tp_worker as sglang_worker
         import sglang.srt.model_loader.loader as sglang_loader
 except ImportError as error:
     raise UserError(f"rollout.name is sglang, and its import fails: {error}; {INSTALL}") from None
@@ -117,7 +118,8 @@ def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     """Let SGLang build its groups of the given ranks, in the given order, while the body runs.
 
     Targets: sglang.srt.distributed.parallel_state.init_model_parallel_group and init_world_group,
-    and torch.distributed.get_world_size and new_group.
+    torch.distributed.get_world_size and new_group, and broadcast_pyobj of tp_worker, which numbers
+    ranks within the engine and its source within the world; the seed is equal on all ranks.
     Reason: SGLang takes all ranks of torch.distributed for those of one engine. Every group is
     built for each engine; torch sorts the ranks of a group, and their order is the order of the
     shards. Where engines have ranks of their own, the others build no SGLang, and new_group would
@@ -158,6 +160,7 @@ def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
         replaced(sglang_state, "init_world_group", init_world),
         replaced(dist, "get_world_size", of_engine),
         replaced(dist, "new_group", new_group_of),
+        replaced(sglang_worker, "broadcast_pyobj", lambda seeds, *args, **kwargs: seeds),
     ):
         yield
 
@@ -194,6 +197,9 @@ def use_storage(storage: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 class SteppedScheduler(sglang_scheduler.Scheduler):
     """SGLang's scheduler without its sockets: its caller adds requests and takes the results."""
+
+    running_batch: Any
+    last_batch: Any
 
     def init_ipc_channels(self, port_args: Any) -> None:
         """Make no sockets: what the scheduler sends goes nowhere."""
