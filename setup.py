@@ -43,6 +43,9 @@ setup(
         # parameters follow. Transformer Engine and Apex are not here, because pip would have to
         # compile them: see Dockerfile.
         "gpu": ["torch==2.13.0", "vllm==0.32.0"],
+        # On GPUs, in an environment without vLLM: SGLang brings a torch of its own. On a CPU:
+        # requirements/sglang.txt.
+        "sglang": ["sglang==0.5.23"],
         # The experiment trackers of trainer.logger. Each alone is enough: pip install wandb.
         "trackers": ["wandb", "mlflow-skinny", "swanlab"],
         "dev": [

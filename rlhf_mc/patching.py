@@ -1,5 +1,5 @@
 """Replacement of attributes of other libraries. The patches themselves are in torch_patches.py,
-models/megatron_patches.py and rollout/vllm_patches.py, one file per library;
+models/megatron_patches.py, rollout/vllm_patches.py and sglang_patches.py, one file per library;
 rollout/vllm_parameters.py replaces vLLM's groups while it builds a model.
 """
 

@@ -23,6 +23,8 @@ with sglang_patches.stand_ins():
         AbortReq,
         ContinueGenerationReqInput,
         PauseGenerationReqInput,
+        ReleaseMemoryOccupationReqInput,
+        ResumeMemoryOccupationReqInput,
         TokenizedGenerateReqInput,
     )
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
@@ -45,6 +47,15 @@ MARGIN = 8
 """Tokens of a context that SGLang keeps free."""
 _OVERHEAD_BYTES = {True: 1 << 32, False: 1 << 24}
 """As in vllm_engine.py."""
+_OF_TEXT_SERVER: dict[str, Any] = {
+    **dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids")),
+    "return_logprob": False,
+    "logprob_start_len": -1,
+    "top_logprobs_num": 0,
+    "token_ids_logprob": None,
+    "stream": False,
+}
+"""The other fields of a request without images or log-probs."""
 
 
 class DrawnTokens(Sampler):
@@ -54,7 +65,6 @@ class DrawnTokens(Sampler):
         """Begin a call without requests."""
         self.sampling = sampling
         self.draws = Draws(sampling)
-        self.seeds: dict[int, int] = {}
         self.requests = np.zeros(0, np.int64)
         """The request of each row of the next batch."""
         self.log_probs = torch.zeros(0)
@@ -65,31 +75,24 @@ class DrawnTokens(Sampler):
         if sampling.top_p < 1:
             self.warpers.append(TopPLogitsWarper(sampling.top_p))
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Add requests."""
-        self.draws.add(requests)
-        self.seeds.update((request.number, request.seed) for request in requests)
-
     def forward(self, logits_output: Any, info: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the tokens [rows] int32. positions: [rows], the place before the token's."""
-        positions = args[3] if len(args) > 3 else kwargs["positions"]
+        """Return the tokens [rows] int32. The last argument: [rows], the place before the
+        token's."""
         logits = logits_output.next_token_logits.float()
         if self.sampling.temperature == 0:
             tokens = logits.argmax(-1)
         else:
             logits = self.warpers(None, logits / self.sampling.temperature)
-            tokens = self._draw(logits, positions + 1)
+            keys = self.draws.keys(self.requests, args[-1].cpu().numpy() + 1)
+            if platform.use_cuda():
+                keys = keys.view(torch.uint64).to(logits.device)
+                places = torch.zeros_like(args[-1])  # the keys differ by them
+                tokens = multinomial_with_seed(logits.log_softmax(-1), keys, places)[:, 0]
+            else:
+                tokens = torch.ops._C.fused_gumbel_argmax(logits.contiguous(), keys)
         drawn = logits.gather(1, tokens[:, None].long()) - logits.logsumexp(-1, keepdim=True)
         self.log_probs = drawn[:, 0]
         return tokens.to(torch.int32)
-
-    def _draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if not platform.use_cuda():
-            keys = self.draws.keys(self.requests, positions.numpy())
-            return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), keys)
-        seeds = torch.tensor([self.seeds[int(number)] for number in self.requests])
-        tokens = multinomial_with_seed(logits.log_softmax(-1), seeds.to(logits.device), positions)
-        return tokens[:, 0]
 
 
 class SGLangEngine:
@@ -106,14 +109,14 @@ class SGLangEngine:
         max_model_len: int,
         dtype: str,
         seed: int,
-        storage: Mapping[str, torch.Tensor] | None = None,
+        storage: Mapping[str, torch.Tensor],
     ) -> None:
         """Build the engine. Raise UserError, on all ranks of `groups`, if SGLang's parameters are
         not the weight update's. Every rank of `groups` must call it.
 
         storage: tensors that become SGLang's parameters of these names."""
         pool = pool_group([other for ranks in groups for other in ranks])
-        self._group = next(list(g) for g in groups if rank in g)
+        group = next(list(ranks) for ranks in groups if rank in ranks)
         self.groups = groups
         self.max_running = cfg.max_num_seqs
         self.awake = frozenset({WEIGHTS, KV_CACHE})
@@ -123,28 +126,40 @@ class SGLangEngine:
         """The requests that have not ended, by their numbers, with SGLang's objects."""
         if not platform.use_cuda():
             import vllm._C  # noqa: F401  (the kernel that draws: rollout/draws.py)
-        tp_rank = self._group.index(rank)
-        layout = vllm_layout(shape, tp_rank, len(self._group))
-        kv_bytes = shape.cached_per_token(len(self._group)) * getattr(torch, dtype).itemsize
+        self._layout = vllm_layout(shape, group.index(rank), len(group))
+        kv_bytes = shape.cached_per_token(len(group)) * getattr(torch, dtype).itemsize
         arguments = ServerArgs(
-            **server_arguments(model_path, shape, cfg, max_model_len, dtype, seed, kv_bytes)
+            model_path=model_path,
+            dtype=dtype,
+            random_seed=seed,
+            context_length=max_model_len + MARGIN,
+            json_model_override_args=json.dumps({"tie_word_embeddings": shape.tie_embeddings}),
+            **server_arguments(cfg, group, kv_bytes),
         )
-        place = platform.device().index or 0 if platform.use_cuda() else 0
-        publish(arguments, role="scheduler", ranks=SpawnRanks(tp_rank, gpu_id=place))
-        with (
-            sglang_patches.tensor_parallel_groups(groups),
-            sglang_patches.use_storage(storage or {}),
-        ):
+        place = platform.device().index if platform.use_cuda() else 0
+        publish(arguments, role="scheduler", ranks=SpawnRanks(group.index(rank), gpu_id=place))
+        with sglang_patches.tensor_parallel_groups(groups), sglang_patches.use_storage(storage):
             self._scheduler = sglang_patches.SteppedScheduler(
                 arguments, sglang_patches.SimpleNamespace(nccl_port=0)
             )
         self._scheduler.model_config.hf_eos_token_id = set()  # the end tokens are the request's
-        self._sampler = self._runner.sampler = DrawnTokens()
+        runner = self._scheduler.tp_worker.model_runner
+        self._sampler = runner.sampler = DrawnTokens()
+        self._model: torch.nn.Module = runner.model
+        self.num_parameters = sum(param.numel() for param in self._model.parameters())
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         read_bytes = max(gather_objects(self.weight_bytes, pool))
         self.cached_token_cost = kv_bytes / (read_bytes + _OVERHEAD_BYTES[platform.use_cuda()])
-        shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        self.summary = (
+            f"KV cache for {self._scheduler.max_total_num_tokens} tokens; "
+            f"attention by {type(runner.attn_backend).__name__}"
+        )
+        shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         try:
-            on_every_rank(lambda: check_parameters(model_path, layout.shapes, shapes), group=pool)
+            on_every_rank(
+                lambda: check_parameters(model_path, self._layout.shapes, shapes),
+                group=pool,
+            )
             if self._scheduler.max_req_len <= max_model_len:
                 raise UserError(
                     f"SGLang's KV cache holds {self._scheduler.max_req_len} tokens, and a sequence "
@@ -156,35 +171,9 @@ class SGLangEngine:
             raise
 
     @property
-    def _runner(self) -> Any:
-        return self._scheduler.tp_worker.model_runner
-
-    @property
-    def _model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self._runner.model
-        return model
-
-    @property
-    def summary(self) -> str:
-        """One line of text for the console: the KV cache of a rank, and what computes attention."""
-        return (
-            f"KV cache for {self._scheduler.max_total_num_tokens} tokens; "
-            f"attention by {type(self._runner.attn_backend).__name__}"
-        )
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters that this rank holds."""
-        return sum(param.numel() for param in self._model.parameters())
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of these parameters, those that alias the trainer's included."""
-        return sum(param.numel() * param.element_size() for param in self._model.parameters())
-
-    @property
     def params(self) -> dict[str, torch.Tensor]:
         """SGLang's parameters by name; a reshard writes them in place."""
+        assert WEIGHTS in self.awake, "SGLang's weights are offloaded"
         return {name: param.data for name, param in self._model.named_parameters()}
 
     @torch.inference_mode()
@@ -192,9 +181,28 @@ class SGLangEngine:
         """Discard the radix cache, which earlier weights have filled. Raise RuntimeError if SGLang
         keeps it."""
         if not self._requests:
-            self._scheduler.step(self._set_rows)  # it frees the requests that ended last
+            self._scheduler.step()  # it frees the requests that ended last
         if not self._scheduler.flush_cache(empty_cache=False):
             raise RuntimeError("SGLang did not flush its cache: a request is unfinished")
+
+    def sleep(self) -> None:
+        """Release the device memory of weights and KV cache, without a copy. Parameters in
+        `storage` and CUDA graphs stay. On a CPU SGLang keeps the memory."""
+        self.weights_updated()
+        tags = [KV_CACHE, WEIGHTS]
+        self._scheduler.weight_updater.release_memory_occupation(
+            ReleaseMemoryOccupationReqInput(tags=tags)
+        )
+        self.awake = frozenset()
+
+    def wake_up(self, part: str) -> None:
+        """Allocate the memory of WEIGHTS, which a weight update then fills, or of KV_CACHE."""
+        self._scheduler.weight_updater.resume_memory_occupation(
+            ResumeMemoryOccupationReqInput(tags=[part])
+        )
+        self.awake |= {part}
+        for name in self._layout.zero if part == WEIGHTS else ():
+            self.params[name].zero_()
 
     @property
     def num_unfinished(self) -> int:
@@ -208,6 +216,7 @@ class SGLangEngine:
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Add requests, with the same sampling parameters as all that have not ended."""
+        assert self.awake == {WEIGHTS, KV_CACHE}, "SGLang sleeps"
         assert not self._requests or sampling == self._sampling, "two kinds of sampling at once"
         if not self._requests:
             self._sampling = sampling
@@ -216,17 +225,13 @@ class SGLangEngine:
         if not requests:
             return
         self._log_probs.add(requests)
-        self._sampler.add(requests)
+        self._sampler.draws.add(requests)
         for request in requests:
             limit = (request.max_tokens or sampling.max_tokens) - len(request.partial.token_ids)
             self._scheduler.handle_generate_request(
                 TokenizedGenerateReqInput(
                     rid=str(request.number),
-                    input_text=None,
                     input_ids=array("q", [*request.prompt.tolist(), *request.partial.token_ids]),
-                    input_embeds=None,
-                    mm_inputs=None,
-                    token_type_ids=None,
                     sampling_params=SamplingParams(
                         max_new_tokens=limit,
                         stop_token_ids=set(sampling.stop_token_ids),
@@ -234,11 +239,7 @@ class SGLangEngine:
                         stop_regex_strs=[],
                         is_normalized=True,
                     ),
-                    return_logprob=False,
-                    logprob_start_len=-1,
-                    top_logprobs_num=0,
-                    token_ids_logprob=None,
-                    stream=False,
+                    **_OF_TEXT_SERVER,
                 )
             )
             self._requests[request.number] = (request, self._scheduler.waiting_queue[-1])
@@ -247,26 +248,19 @@ class SGLangEngine:
         """Draw the next token of each request that runs. Return the responses that ended, by the
         request's number."""
         before = {number: len(state.output_ids) for number, (_, state) in self._requests.items()}
-        states = self._scheduler.step(self._set_rows)
+        states = self._scheduler.step()
         numbers = [int(state.rid) for state in states]
-        drew = [
-            len(state.output_ids) > before[number]
-            for number, state in zip(numbers, states, strict=True)
-        ]
+        # a prompt of several chunks draws with its last one
+        drew = [len(s.output_ids) > before[n] for n, s in zip(numbers, states, strict=True)]
         if any(drew):
             log_probs = self._sampler.log_probs.cpu().numpy()
-            self._log_probs.append(
-                [n for n, yes in zip(numbers, drew, strict=True) if yes], log_probs[drew]
-            )
+            self._log_probs.append(np.array(numbers)[drew], log_probs[drew])
         ended = {}
         for number, state in zip(numbers, states, strict=True):
             if state.finished():
                 ended[number] = self._response(number)
                 del self._requests[number]
         return ended
-
-    def _set_rows(self, states: Sequence[Any]) -> None:
-        self._sampler.requests = np.array([int(state.rid) for state in states])
 
     def _response(self, number: int) -> Generation:
         request, state = self._requests[number]
@@ -287,43 +281,23 @@ class SGLangEngine:
         self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         return responses
 
-    def sleep(self) -> None:
-        """Raise RuntimeError: rollout.free_cache_engine is refused."""
-        raise RuntimeError("the engine of SGLang does not sleep")
-
-    def wake_up(self, part: str) -> None:
-        """Raise RuntimeError: rollout.free_cache_engine is refused."""
-        raise RuntimeError("the engine of SGLang does not sleep")
-
     def close(self) -> None:
         """Free the engine and SGLang's process groups; the trainer's stay."""
-        del self._scheduler
+        del self._scheduler, self._model, self._sampler
         sglang_patches.destroy_groups()
         gc.collect()
 
 
-def server_arguments(
-    model_path: str,
-    shape: ModelShape,
-    cfg: RolloutConfig,
-    max_model_len: int,
-    dtype: str,
-    seed: int,
-    kv_bytes: int,
-) -> dict[str, Any]:
-    """Return SGLang's arguments. kv_bytes: of one token in the KV cache of a rank."""
+def server_arguments(cfg: RolloutConfig, group: Sequence[int], kv_bytes: int) -> dict[str, Any]:
+    """Return SGLang's arguments, without those of the model. group: the ranks of the engine.
+    kv_bytes: of one token in the KV cache of a rank."""
     arguments: dict[str, Any] = {
-        "model_path": model_path,
-        "json_model_override_args": json.dumps({"tie_word_embeddings": shape.tie_embeddings}),
         "skip_tokenizer_init": True,
         "load_format": "dummy",
-        "dtype": dtype,
-        "tp_size": cfg.tensor_model_parallel_size,
-        "context_length": max_model_len + MARGIN,
+        "tp_size": len(group),
         "max_running_requests": cfg.max_num_seqs,
         "chunked_prefill_size": cfg.max_num_batched_tokens,
         "grammar_backend": "none",
-        "random_seed": seed,
         "enable_fp32_lm_head": platform.float32_products(),
         "disable_overlap_schedule": True,  # a step returns the tokens that it has drawn
         "watchdog_timeout": 1e6,  # the trainer has its own (trainer.dist_timeout_seconds)
@@ -336,10 +310,14 @@ def server_arguments(
             "disable_cuda_graph": True,
             "max_total_tokens": (cfg.cpu_kvcache_space_gb << 30) // kv_bytes,
         }
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return arguments | {
         "device": "cuda",
         "disable_cuda_graph": cfg.enforce_eager,
+        # as vLLM's, it numbers the ranks of a group in ascending order while graphs are captured
+        "disable_custom_all_reduce": list(group) != sorted(group),
+        "enable_memory_saver": cfg.free_cache_engine,
         # SGLang's share is of the free memory
         "mem_fraction_static": min(cfg.gpu_memory_utilization * total / free, 0.95),
     }

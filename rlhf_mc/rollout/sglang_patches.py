@@ -18,16 +18,15 @@ os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import contextlib
-import functools
-import importlib.metadata
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers  # noqa: F401  (it looks for torchvision, before there is a stand-in)
@@ -35,15 +34,16 @@ import transformers  # noqa: F401  (it looks for torchvision, before there is a 
 from rlhf_mc import torch_patches
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.machine.check import TESTED_VERSIONS
+from rlhf_mc.machine.facts import installed_version
 from rlhf_mc.patching import replaced
 
-INSTALL = "pip install --no-deps -r requirements/sglang.txt"
+INSTALL = "pip install -e '.[sglang]', on a CPU pip install --no-deps -r requirements/sglang.txt"
 STAND_INS = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
 """Modules that files of SGLang's import, for models of images."""
 
 
 class StandIn(ModuleType):
-    """A module that can be imported and not used: its attributes are classes without content."""
+    """A module that can be imported and not used: its attributes are classes that do nothing."""
 
     __path__: list[str] = []
 
@@ -54,12 +54,8 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        modes = dict.fromkeys(("BICUBIC", "BILINEAR", "LANCZOS"))
-        return type(name, (), {"__new__": _refuse, **modes})
-
-
-def _refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(f"SGLang calls {cls.__name__}, which its CPU installation does not have")
+        # a signature has one of them as a default value
+        return type(name, (), dict.fromkeys(("BICUBIC", "BILINEAR", "LANCZOS")))
 
 
 @contextlib.contextmanager
@@ -69,13 +65,12 @@ def stand_ins() -> Iterator[None]:
 
     sgl_kernel's stand-in stays: modules that are imported later ask for it too. It has none of the
     kernels, and SGLang then computes by torch."""
-    if platform.use_cuda():
-        yield
-        return
-    if importlib.util.find_spec("sgl_kernel") is None:
-        sys.modules["sgl_kernel"] = StandIn("sgl_kernel")
-    missing = importlib.util.find_spec("torchvision") is None
-    added = {name: StandIn(name) for name in STAND_INS if missing}
+    added: dict[str, ModuleType] = {}
+    if not platform.use_cuda():
+        if importlib.util.find_spec("sgl_kernel") is None:
+            sys.modules["sgl_kernel"] = StandIn("sgl_kernel")
+        if importlib.util.find_spec("torchvision") is None:
+            added = {name: StandIn(name) for name in STAND_INS}
     sys.modules.update(added)
     try:
         yield
@@ -84,22 +79,15 @@ def stand_ins() -> Iterator[None]:
             del sys.modules[name]
 
 
-def _check_version() -> None:
-    wanted = TESTED_VERSIONS["sglang"]
-    try:
-        found = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        raise UserError(
-            f"rollout.name is sglang, and SGLang {wanted} is not installed: {INSTALL}"
-        ) from None
-    if found != wanted:
-        raise UserError(
-            f"rollout.name is sglang; SGLang {found} is installed; needed is {wanted}, whose "
-            f"scheduler the trainer drives: {INSTALL}"
-        )
-
-
-_check_version()
+_found = installed_version("sglang")
+if _found != TESTED_VERSIONS["sglang"]:
+    raise UserError(
+        f"rollout.name is sglang, and {f'SGLang {_found}' if _found else 'no SGLang'} is "
+        f"installed; needed is {TESTED_VERSIONS['sglang']}, whose scheduler the trainer drives: "
+        f"{INSTALL}"
+    )
+if platform.ranks_per_gpu() > 1:
+    raise UserError(f"{platform.RANKS_PER_GPU} is for rollout.name vllm, not sglang: unset it")
 if not platform.use_cuda():
     torch_patches.disable_compilation()
 logging.getLogger("sglang").setLevel(logging.ERROR)
@@ -109,6 +97,11 @@ try:
         import sglang.srt.managers.scheduler as sglang_scheduler
         import sglang.srt.managers.tp_worker as sglang_worker
         import sglang.srt.model_loader.loader as sglang_loader
+    if platform.use_cuda():
+        from torch_memory_saver import torch_memory_saver
+
+        # its other mode is chosen by LD_PRELOAD before the process starts
+        torch_memory_saver.hook_mode = "torch"
 except ImportError as error:
     raise UserError(f"rollout.name is sglang, and its import fails: {error}; {INSTALL}") from None
 
@@ -117,49 +110,34 @@ except ImportError as error:
 def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     """Let SGLang build its groups of the given ranks, in the given order, while the body runs.
 
-    Targets: sglang.srt.distributed.parallel_state.init_model_parallel_group and init_world_group,
-    torch.distributed.get_world_size and new_group, and broadcast_pyobj of tp_worker, which numbers
-    ranks within the engine and its source within the world; the seed is equal on all ranks.
+    Targets: sglang.srt.distributed.parallel_state.GroupCoordinator, torch.distributed's
+    get_world_size and new_group, and broadcast_pyobj of tp_worker, which numbers ranks within the
+    engine and its source within the world; the seed is equal on all ranks.
     Reason: SGLang takes all ranks of torch.distributed for those of one engine. Every group is
     built for each engine; torch sorts the ranks of a group, and their order is the order of the
     shards. Where engines have ranks of their own, the others build no SGLang, and new_group would
     wait for them."""
     size = len(groups[0])
     is_pool = len(groups) * size < dist.get_world_size()
+    coordinator = sglang_state.GroupCoordinator
     world_size = dist.get_world_size
-    new_group = functools.partial(
-        dist.new_group, sort_ranks=False, use_local_synchronization=is_pool
-    )
-    init_group = sglang_state.init_model_parallel_group
+    make_group = dist.new_group
 
-    def of_engine(group: Any = None) -> int:
-        return size if group is None else int(world_size(group))
-
-    def init_for_each(group_ranks: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_each_engine(group_ranks: Sequence[Sequence[int]], **kwargs: Any) -> Any:
         ranks = [[engine[place] for place in places] for engine in groups for places in group_ranks]
-        kwargs["use_message_queue_broadcaster"] = False  # nothing is broadcast
-        return init_group(ranks, *args, **kwargs)
+        kwargs["use_message_queue_broadcaster"] = False  # each rank drives its own engine
+        return coordinator(group_ranks=ranks, **kwargs)
 
-    def init_world(ranks: Any, local_rank: int, backend: str, **kwargs: Any) -> Any:
-        return init_for_each(
-            [ranks],
-            local_rank,
-            backend,
-            use_pynccl=False,
-            use_custom_allreduce=False,
-            use_mscclpp=False,
-            use_torch_symm_mem_allreduce=False,
-            group_name="world",
-        )
-
-    def new_group_of(*args: Any, **kwargs: Any) -> Any:
-        return new_group(*args, **{**kwargs, "use_local_synchronization": is_pool})
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs.update(sort_ranks=False, use_local_synchronization=is_pool)
+        return make_group(*args, **kwargs)
 
     with (
-        replaced(sglang_state, "init_model_parallel_group", init_for_each),
-        replaced(sglang_state, "init_world_group", init_world),
-        replaced(dist, "get_world_size", of_engine),
-        replaced(dist, "new_group", new_group_of),
+        replaced(sglang_state, "GroupCoordinator", of_each_engine),
+        replaced(
+            dist, "get_world_size", lambda group=None: size if not group else world_size(group)
+        ),
+        replaced(dist, "new_group", new_group),
         replaced(sglang_worker, "broadcast_pyobj", lambda seeds, *args, **kwargs: seeds),
     ):
         yield
@@ -219,9 +197,8 @@ class SteppedScheduler(sglang_scheduler.Scheduler):
         self.output_streamer = SimpleNamespace(stream_output=lambda *args, **kwargs: None)
 
     @torch.inference_mode()
-    def step(self, begin: Callable[[list[Any]], None]) -> list[Any]:
-        """Compute the next batch, and call `begin` with its requests before. Return them; without
-        a batch, none."""
+    def step(self) -> list[Any]:
+        """Compute the next batch. Return its requests; without a batch, none."""
         plan = self.get_next_batch_to_run(self.running_batch, self.last_batch)
         self.running_batch = plan.running_batch
         batch = plan.batch_to_run
@@ -229,6 +206,7 @@ class SteppedScheduler(sglang_scheduler.Scheduler):
         if batch is None:
             return []
         requests = list(batch.reqs)
-        begin(requests)
+        sampler = self.tp_worker.model_runner.sampler
+        sampler.requests = np.array([int(request.rid) for request in requests])
         self.process_batch_result(batch, self.run_batch(batch))
         return requests

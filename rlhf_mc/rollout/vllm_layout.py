@@ -62,18 +62,22 @@ def check_parameters(
     model_path: str, written: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise UserError unless the parameters that a weight update writes (name -> shape) are exactly
-    vLLM's.
+    the engine's.
 
-    A parameter that nothing writes would stay zero, and vLLM would generate with it."""
+    A parameter that nothing writes would stay zero, and the engine would generate with it."""
     wrong = [
         *(
-            f"vLLM alone has {name} {shape}"
+            f"the engine alone has {name} {shape}"
             for name, shape in actual.items()
             if name not in written
         ),
-        *(f"vLLM lacks {name} {shape}" for name, shape in written.items() if name not in actual),
         *(
-            f"{name} has shape {actual[name]} in vLLM, {shape} in the weight update"
+            f"the engine lacks {name} {shape}"
+            for name, shape in written.items()
+            if name not in actual
+        ),
+        *(
+            f"{name} has shape {actual[name]} in the engine, {shape} in the weight update"
             for name, shape in written.items()
             if actual.get(name, shape) != shape
         ),
@@ -82,9 +86,9 @@ def check_parameters(
         return
     more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
     raise UserError(
-        f"model.path {model_path}: vLLM's model is not the trainer's: "
+        f"model.path {model_path}: the rollout engine's model is not the trainer's: "
         f"{'; '.join(wrong[:3])}{more}; "
-        "a key of config.json means something else to vLLM than to the trainer"
+        "a key of config.json means something else to the engine than to the trainer"
     )
 
 

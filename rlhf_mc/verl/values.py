@@ -202,11 +202,22 @@ def val_sampling(key: str, value: Any, verl: Settings) -> MappedSetting:
 
 
 def rollout_name(key: str, value: Any, verl: Settings) -> MappedSetting | None:
-    return (
-        None
-        if value in ("vllm", "custom")
-        else same(key, "vllm", f"{value} in verl: another engine")
+    if value in ("vllm", "custom"):
+        return None
+    of_vllm = [name for name in verl if _is_of_vllm(name, verl)]
+    if value == "sglang" and not of_vllm:
+        return same(key, "sglang", "or vllm, which generates with every family")
+    return same(
+        key,
+        "vllm",
+        f"{value} in verl: another engine" + (f", without {of_vllm[0]}" if of_vllm else ""),
     )
+
+
+def _is_of_vllm(name: str, verl: Settings) -> bool:
+    if name.endswith(("expert_model_parallel_size", "expert_parallel_size")):
+        return int_or_default(verl, name, 1) > 1
+    return name == "rollout.quantization" and verl[name] not in OFF
 
 
 def rollout_dtype(key: str, value: Any, verl: Settings) -> MappedSetting:

@@ -16,6 +16,7 @@ FILES = {
     "torch_patches.py": "tests/dist/test_megatron_patches.py",
     "models/megatron_patches.py": "tests/dist/test_megatron_patches.py",
     "models/transformer_engine.py": "tests/unit/models/test_transformer_engine.py",
+    "rollout/sglang_patches.py": "tests/dist/test_sglang.py",
     "rollout/vllm_patches.py": "tests/dist/test_vllm_patches.py",
 }
 """File of patches -> file with their tests. Each names the attribute that it replaces."""

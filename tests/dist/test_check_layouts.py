@@ -98,8 +98,8 @@ vllm_layout.engine_params = lambda shape: [
         ),
         (
             WRONG_VLLM,
-            "rank 0 of an engine: vLLM's model is not the trainer's: vLLM alone has"
-            " model.layers.0.self_attn.o_proj.weight",
+            "rank 0 of an engine: the rollout engine's model is not the trainer's: the engine "
+            "alone has model.layers.0.self_attn.o_proj.weight",
         ),
     ],
 )

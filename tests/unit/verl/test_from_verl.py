@@ -324,7 +324,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
                                                                                      "supported"),
                                                                                      None, None)),
         ("actor_rollout_ref.rollout.name", "vllm", ("same", "rollout.name", "vllm")),
-        ("actor_rollout_ref.rollout.name", "sglang", ("same", "rollout.name", "vllm")),
+        ("actor_rollout_ref.rollout.name", "sglang", ("same", "rollout.name", "sglang")),
         ("actor_rollout_ref.rollout.name", "trtllm", ("same", "rollout.name", "vllm")),
         ("actor_rollout_ref.rollout.name", "hf", ("same", "rollout.name", "vllm")),
         ("actor_rollout_ref.rollout.engine_kwargs.sglang.x", 1, ("not needed", None, None)),
