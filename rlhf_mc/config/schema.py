@@ -282,8 +282,8 @@ class RolloutConfig:
     distribution."""
 
     name: Literal["vllm", "sglang", "custom"] = "vllm"
-    """The engine. sglang: for models without experts (requirements/sglang.txt). custom: the one of
-    custom_engine."""
+    """The engine. sglang: for dense models, in an environment of its own (docs/rollouts.md).
+    custom: the one of custom_engine."""
     custom_engine: CustomEngineConfig = field(default_factory=CustomEngineConfig)
     """The engine of rollout.name custom."""
     tensor_model_parallel_size: Ranks = 1
@@ -305,7 +305,7 @@ class RolloutConfig:
     (sleep mode)."""
     offload_cuda_graphs: bool = True
     """GPU only, with free_cache_engine: the memory of CUDA graphs is copied to the host and back
-    too. false: it stays on the device."""
+    too. false, and with rollout.name sglang: it stays on the device."""
     quantization: Literal["fp8"] | None = None
     """fp8: the engine stores the weights of linear layers in fp8, with one scale per output
     channel, and quantizes their inputs token by token (compute capability 8.9). A weight update

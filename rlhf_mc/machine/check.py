@@ -235,8 +235,9 @@ def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> CheckResul
     if installed and installed.partition("+")[0] == tested:
         return CheckResult(text)
     where = "on GPUs" if on_gpus else "without GPUs"
+    no_other = facts.installed_version("sglang") is None  # of rollout.name sglang
     return CheckResult(
-        text or "not installed", f"needed {where} is {package}=={tested} exactly", is_fatal=True
+        text or "not installed", f"needed {where} is {package}=={tested} exactly", no_other
     )
 
 

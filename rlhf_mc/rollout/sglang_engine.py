@@ -47,15 +47,9 @@ MARGIN = 8
 """Tokens of a context that SGLang keeps free."""
 _OVERHEAD_BYTES = {True: 1 << 32, False: 1 << 24}
 """As in vllm_engine.py."""
-_OF_TEXT_SERVER: dict[str, Any] = {
-    **dict.fromkeys(("input_text", "input_embeds", "mm_inputs", "token_type_ids")),
-    "return_logprob": False,
-    "logprob_start_len": -1,
-    "top_logprobs_num": 0,
-    "token_ids_logprob": None,
-    "stream": False,
-}
-"""The other fields of a request without images or log-probs."""
+_ABSENT = ("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")
+"""Fields of a request that SGLang's server sends for images, texts and log-probs."""
+_NO_LOG_PROBS = {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0}
 
 
 class DrawnTokens(Sampler):
@@ -139,9 +133,7 @@ class SGLangEngine:
         place = platform.device().index if platform.use_cuda() else 0
         publish(arguments, role="scheduler", ranks=SpawnRanks(group.index(rank), gpu_id=place))
         with sglang_patches.tensor_parallel_groups(groups), sglang_patches.use_storage(storage):
-            self._scheduler = sglang_patches.SteppedScheduler(
-                arguments, sglang_patches.SimpleNamespace(nccl_port=0)
-            )
+            self._scheduler = sglang_patches.SteppedScheduler(arguments)
         self._scheduler.model_config.hf_eos_token_id = set()  # the end tokens are the request's
         runner = self._scheduler.tp_worker.model_runner
         self._sampler = runner.sampler = DrawnTokens()
@@ -157,8 +149,7 @@ class SGLangEngine:
         shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         try:
             on_every_rank(
-                lambda: check_parameters(model_path, self._layout.shapes, shapes),
-                group=pool,
+                lambda: check_parameters(model_path, self._layout.shapes, shapes), group=pool
             )
             if self._scheduler.max_req_len <= max_model_len:
                 raise UserError(
@@ -239,7 +230,9 @@ class SGLangEngine:
                         stop_regex_strs=[],
                         is_normalized=True,
                     ),
-                    **_OF_TEXT_SERVER,
+                    stream=False,
+                    **_NO_LOG_PROBS,
+                    **dict.fromkeys(_ABSENT),
                 )
             )
             self._requests[request.number] = (request, self._scheduler.waiting_queue[-1])

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import transformers  # noqa: F401  (it looks for torchvision, before there is a stand-in)
 
 from rlhf_mc import torch_patches
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.machine.check import TESTED_VERSIONS
 from rlhf_mc.machine.facts import installed_version
 from rlhf_mc.patching import replaced
@@ -178,6 +178,15 @@ class SteppedScheduler(sglang_scheduler.Scheduler):
 
     running_batch: Any
     last_batch: Any
+
+    def __init__(self, arguments: Any) -> None:
+        """Build the scheduler and its model. Raise UserError with SGLang's reason where it cannot,
+        as without memory for a KV cache."""
+        try:
+            super().__init__(arguments, SimpleNamespace(nccl_port=0))
+        except ValueError as error:
+            message = f"rollout.name is sglang, and SGLang says: {first_line(error)}"
+            raise UserError(message) from error
 
     def init_ipc_channels(self, port_args: Any) -> None:
         """Make no sockets: what the scheduler sends goes nowhere."""

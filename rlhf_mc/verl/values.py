@@ -201,23 +201,25 @@ def val_sampling(key: str, value: Any, verl: Settings) -> MappedSetting:
     return same(key, -1 if key.endswith("top_k") and value == 0 else value)
 
 
+_OF_VLLM = re.compile(r"moe|a\d+b\b|gpt.?oss|mixtral|deepseek|kimi|qwen3.(5|next)", re.IGNORECASE)
+"""Names of models with experts or delta nets, which SGLang's engine does not take."""
+
+
 def rollout_name(key: str, value: Any, verl: Settings) -> MappedSetting | None:
     if value in ("vllm", "custom"):
         return None
-    of_vllm = [name for name in verl if _is_of_vllm(name, verl)]
+    of_vllm = [name for name in verl if _is_of_vllm(name, verl[name])]
     if value == "sglang" and not of_vllm:
         return same(key, "sglang", "or vllm, which generates with every family")
-    return same(
-        key,
-        "vllm",
-        f"{value} in verl: another engine" + (f", without {of_vllm[0]}" if of_vllm else ""),
-    )
+    reason = f"{value} in verl: another engine"
+    return same(key, "vllm", f"{reason}, without {of_vllm[0]}" if of_vllm else reason)
 
 
-def _is_of_vllm(name: str, verl: Settings) -> bool:
+def _is_of_vllm(name: str, value: Any) -> bool:
     if name.endswith(("expert_model_parallel_size", "expert_parallel_size")):
-        return int_or_default(verl, name, 1) > 1
-    return name == "rollout.quantization" and verl[name] not in OFF
+        return value not in (None, 1)
+    is_model = name == "model.path" and _OF_VLLM.search(str(value)) is not None
+    return is_model or (name == "rollout.quantization" and value not in OFF)
 
 
 def rollout_dtype(key: str, value: Any, verl: Settings) -> MappedSetting:

@@ -23,7 +23,7 @@ PYTHON = ROOT / "build" / "sglang" / "bin" / "python"
 """Of the environment that `make test` makes."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tied": True},
-    "llama": {"family": "llama", "tied": False, "attention_bias": True},
+    "llama": {"family": "llama", "tied": False},
     "qwen3": {"family": "qwen3", "tied": False},
     "mistral": {"family": "mistral", "tied": False},
     "gemma": {"family": "gemma", "tied": True},
@@ -55,7 +55,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, extra in FAMILIES.items():
         make_checkpoint(directory / name, **{"num_hidden_layers": 2, **extra})
     make_checkpoint(directory / "experts", family="qwen3_moe", num_hidden_layers=2)
-    make_checkpoint(directory / "biases", family="llama", num_hidden_layers=2, mlp_bias=True)
+    make_checkpoint(
+        directory / "biases",
+        family="llama",
+        num_hidden_layers=2,
+        attention_bias=True,
+        mlp_bias=True,
+    )
     sections: dict[str, Any] = {"data": {"max_prompt_length": 48, "max_response_length": 24}}
     for role in ("actor", "critic"):
         sections[role] = {"ppo_max_token_len_per_gpu": 256}
@@ -118,6 +124,13 @@ def of_vllm(pool: Any, call: tuple[int, str, dict[str, Any]]) -> list[Any]:
     return results
 
 
+def same_responses(kind: str, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    for response, other in zip(found, wanted, strict=True):
+        assert response["tokens"] == other["tokens"], kind
+        assert response["finished"] == other["finished"], kind
+        np.testing.assert_allclose(response["log_probs"], other["log_probs"], atol=2e-5)
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, "stride"])
 def test_responses_are_those_of_vllm(
     pool: Any, calls: dict[str, Any], of_sglang: dict[str, Any], name: str
@@ -127,12 +140,8 @@ def test_responses_are_those_of_vllm(
         woken = results.pop("woken")
         assert results.keys() == reference["results"].keys()
         for kind, responses in results.items():
-            wanted = reference["results"][kind]
-            for response, other in zip(responses, wanted, strict=True):
-                assert response["tokens"] == other["tokens"], kind
-                assert response["finished"] == other["finished"], kind
-                np.testing.assert_allclose(response["log_probs"], other["log_probs"], atol=2e-5)
-        assert results["parts"] == pytest.approx(results["stopped"])
+            same_responses(kind, responses, reference["results"][kind])
+        same_responses("parts", results["parts"], results["stopped"])
         assert {r["finished"] for r in results["stopped"]} == {True, False}
         assert {len(r["tokens"]) for r in results["short"]} == {5}
         assert results["changed"] != results["sampled"]

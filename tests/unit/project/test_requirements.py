@@ -91,7 +91,7 @@ def test_setup_py_is_locked(declared: dict[str, list[Requirement]], lock: str, e
     assert disagreements(declared[""] + declared[extra], pinned(lock)) == []
 
 
-@pytest.mark.parametrize("extra", ["dev", "trackers"])
+@pytest.mark.parametrize("extra", ["dev", "sglang", "trackers"])
 def test_tools_of_setup_py_are_locked(declared: dict[str, list[Requirement]], extra: str) -> None:
     assert disagreements(declared[extra], pinned(f"{extra}.txt")) == []
 

@@ -1552,6 +1552,24 @@ def test_verls_own_configs_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("actor_rollout_ref.model.path", "Qwen/Qwen3-30B-A3B-Instruct-2507"),
+        ("actor_rollout_ref.model.path", "/models/gpt-oss-20b"),
+        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size", 8),
+        ("actor_rollout_ref.rollout.quantization", "fp8"),
+    ],
+)
+def test_sglang_with_what_its_engine_lacks_becomes_vllm(key: str, value: Any) -> None:
+    name = "actor_rollout_ref.rollout.name"
+    others = {key.replace(".", "__"): value, "actor_rollout_ref__rollout__top_p": 1.0}
+    assert line_of(name, "sglang", **others) == ("same", "rollout.name", "vllm")
+    del others[key.replace(".", "__")]
+    dense = {"actor_rollout_ref__model__path": "Qwen/Qwen3-8B", **others}
+    assert line_of(name, "sglang", **dense) == ("same", "rollout.name", "sglang")
+
+
+@pytest.mark.parametrize(
     ("command", "is_fsdp"),
     [
         ("data.seed=1", True),
