@@ -282,7 +282,7 @@ class RolloutConfig:
     distribution."""
 
     name: Literal["vllm", "sglang", "custom"] = "vllm"
-    """The engine. sglang: for dense models, in an environment of its own (docs/rollouts.md).
+    """The engine. sglang: for four families, in an environment of its own (docs/rollouts.md).
     custom: the one of custom_engine."""
     custom_engine: CustomEngineConfig = field(default_factory=CustomEngineConfig)
     """The engine of rollout.name custom."""

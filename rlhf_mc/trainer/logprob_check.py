@@ -129,7 +129,7 @@ class LogProbCheck:
             for i in differences.topk(min(WORST, num_compared)).indices.tolist()
         )
         return (
-            "the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ by "
+            "the log-probs of the engine (rollout) and of the trainer differ by "
             f"{gap.mean:.3g} on average and by {gap.p99:.3g} at the 99th percentile of "
             f"{num_compared} tokens, where trainer.max_rollout_logprob_diff allows {mean:.3g} and "
             f"{tail:.3g} ({self.dtype}, temperature {self.temperature:g}); the worst: {worst}"
@@ -146,4 +146,4 @@ class LogProbCheck:
         sampled = float(batch.rollout_log_probs[index])
         scored = float(batch.old_log_probs[index])
         where = f"response {row}, position {position}, token {token} {self.token_text(token)!r}"
-        return f"{where}: {sampled:.4g} by vLLM, {scored:.4g} by the trainer"
+        return f"{where}: {sampled:.4g} by the engine, {scored:.4g} by the trainer"

@@ -201,8 +201,8 @@ def val_sampling(key: str, value: Any, verl: Settings) -> MappedSetting:
     return same(key, -1 if key.endswith("top_k") and value == 0 else value)
 
 
-_OF_VLLM = re.compile(r"moe|a\d+b\b|gpt.?oss|mixtral|deepseek|kimi|qwen3.(5|next)", re.IGNORECASE)
-"""Names of models with experts or delta nets, which SGLang's engine does not take."""
+_OF_VLLM = re.compile(r"(?i)moe|a\d+b\b|gpt.?oss|mixtral|deepseek.v|gemma|qwen3.(5|next)")
+"""Names of models that SGLang's engine does not take here."""
 
 
 def rollout_name(key: str, value: Any, verl: Settings) -> MappedSetting | None:

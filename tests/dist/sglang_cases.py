@@ -30,6 +30,7 @@ from rlhf_mc.data.batch import NOTHING, Generation, Responses
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.patching import replaced
+from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.work_sharing import VirtualClock
@@ -166,6 +167,18 @@ def error_with_small_cache(config_path: str, overrides: list[str]) -> str:
 
     with replaced(sglang_engine, "server_arguments", arguments):
         return error_of(config_path, overrides)
+
+
+def part(update_weights: bool) -> tuple[str, str]:
+    """Run tools/gpu_check.py's part of SGLang, with or without its weight updates. Return its
+    verdict, and the reason where it has failed."""
+    sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+    import part_cases
+
+    update = WeightSync.run if update_weights else lambda *args: None
+    with replaced(WeightSync, "run", update):
+        result = part_cases.run("sglang")
+    return result.verdict, result.reason
 
 
 def _rank(variables: dict[str, str], calls: Sequence[tuple[str, Any]], output: Path) -> None:

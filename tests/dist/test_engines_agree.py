@@ -116,7 +116,7 @@ def test_differing_log_probs_end_the_run_at_first_and_warn_later(
         (line,) = result if ok else [result[1]]
         assert line == (outcomes[0][1][0] if ok else outcomes[0][1][1])
         assert (
-            "the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ" in line
+            "the log-probs of the engine (rollout) and of the trainer differ" in line
             and "\n" not in line
         )
         assert "trainer.max_rollout_logprob_diff allows 0.001 and 0.01 (float32" in line

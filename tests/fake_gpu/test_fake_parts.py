@@ -25,6 +25,8 @@ NOT_EXECUTED = {
     "sleep": "vLLM",
     "sleep_graphs": "vLLM",
     "aliased_weights": "vLLM",
+    "sglang": "SGLang",
+    "sglang_sleep": "SGLang",
     "experts": "vLLM",
     "step_speed": "vLLM",
 }

@@ -352,7 +352,7 @@ FAULTS = {
         "rlhf_mc.rollout.routed_experts:RoutedExperts",
         "take",
         _next_experts,
-        "qwen3_moe: UserError: step 1: the log-probs of vLLM",
+        "qwen3_moe: UserError: step 1: the log-probs of the engine",
     ),
     "a step that does nothing": Fault(
         "throughput", _ENGINE, "train_step", _nothing, "its work has not been done or waited for"
@@ -368,8 +368,10 @@ FAULTS = {
         "the run has not written success.json",
     ),
     "zeros in vLLM, aliased": Fault(
-        "aliased_weights", _SYNC, "run", _nothing, "log-probs of vLLM (rollout)"
+        "aliased_weights", _SYNC, "run", _nothing, "log-probs of the engine (rollout)"
     ),
-    "zeros in vLLM": Fault("step_speed", _SYNC, "run", _nothing, "log-probs of vLLM (rollout)"),
+    "zeros in vLLM": Fault(
+        "step_speed", _SYNC, "run", _nothing, "log-probs of the engine (rollout)"
+    ),
 }
 """Name -> fault. All are on one rank."""

@@ -45,6 +45,7 @@ NEEDS = {
     "ranks": "it needs two ranks or more (torchrun --nproc-per-node 2)",
     "own_gpu": "it measures speed, and ranks share a GPU here (RLHF_MC_RANKS_PER_GPU)",
     "vllm": "vLLM is not installed",
+    "sglang": "SGLang is not installed",
     TE: "Transformer Engine is not installed",
 }
 """Need of a part -> the reason for skipping it."""
@@ -188,6 +189,18 @@ PARTS = (
         seconds=900,
     ),
     Part(
+        "sglang",
+        "rollout_parts",
+        "weights that SGLang and the trainer share, under CUDA graphs",
+        ("sglang",),
+    ),
+    Part(
+        "sglang_sleep",
+        "rollout_parts",
+        "SGLang's sleep: memory released, the same tokens afterwards",
+        ("cuda", "sglang"),
+    ),
+    Part(
         "layouts",
         "layout_parts",
         "whole PPO steps in every kind of layout against one rank",
@@ -218,6 +231,7 @@ def missing(part: Part, device: str, world: int) -> str:
         "ranks": lambda: world > 1,
         "own_gpu": lambda: device == "cpu" or os.environ.get("RLHF_MC_RANKS_PER_GPU", "1") == "1",
         "vllm": lambda: importlib.util.find_spec("vllm") is not None,
+        "sglang": lambda: importlib.util.find_spec("sglang") is not None,
         # Without a GPU its layers are not used, and its libraries cannot be loaded.
         TE: lambda: device == "cuda" and importlib.util.find_spec(TE) is not None,
     }

@@ -129,17 +129,22 @@ def _run(command: list[str]) -> None:
 def sleep(report: Report, sizes: Sizes) -> None:
     """Generate, let vLLM sleep while the trainer scores, and generate again: memory must be
     released, and the same weights and seeds must give the same tokens."""
-    _sleep(report, sizes, offload_cuda_graphs=False)
+    _sleep(report, sizes, {"offload_cuda_graphs": False})
 
 
 def sleep_graphs(report: Report, sizes: Sizes) -> None:
     """Do as `sleep`, while the memory of CUDA graphs is on the host too."""
-    _sleep(report, sizes, offload_cuda_graphs=True)
+    _sleep(report, sizes, {"offload_cuda_graphs": True})
 
 
-def _sleep(report: Report, sizes: Sizes, offload_cuda_graphs: bool) -> None:
+def sglang_sleep(report: Report, sizes: Sizes) -> None:
+    """Do as `sleep` with SGLang's engine."""
+    _sleep(report, sizes, {"name": "sglang"})
+
+
+def _sleep(report: Report, sizes: Sizes, rollout: dict[str, Any]) -> None:
     settings = _tensor_parallel(dist.get_world_size())
-    settings["rollout"] |= {"free_cache_engine": True, "offload_cuda_graphs": offload_cuda_graphs}
+    settings["rollout"] |= {"free_cache_engine": True, **rollout}
     with built_run(sizes.runs["tiny"], settings) as run:
         first_state = step_state.begin_step(1, RankStatus())
         generate.update_weights(run, first_state.timer)
@@ -193,7 +198,17 @@ def _tensor_parallel(world: int) -> dict[str, dict[str, Any]]:
 def aliased_weights(report: Report, sizes: Sizes) -> None:
     """Take PPO steps with weights that vLLM and the trainer share, in bfloat16 and, on a GPU, under
     CUDA graphs. After an update that moves the log-probs, vLLM's must follow the trainer's."""
+    _aliased_weights(report, sizes, "vllm")
+
+
+def sglang(report: Report, sizes: Sizes) -> None:
+    """Do as `aliased_weights` with SGLang's engine."""
+    _aliased_weights(report, sizes, "sglang")
+
+
+def _aliased_weights(report: Report, sizes: Sizes, engine: str) -> None:
     settings = {**_tensor_parallel(dist.get_world_size()), "reshard": {"verify": "always"}}
+    settings["rollout"]["name"] = engine
     with built_run(sizes.runs["tiny"], settings) as run:
         bound = DEFAULT_BOUND["bfloat16"]
         spans = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in run.actor.params.values()]
@@ -213,14 +228,16 @@ def aliased_weights(report: Report, sizes: Sizes) -> None:
             (score_tokens(run.actor, batch, head, 4096) - batch.old_log_probs).abs().mean()
         )
         shared = run.weight_sync.metrics["reshard/shared_bytes"]
-    report.check(aliased > 0 and shared > 0, "no parameter of vLLM aliases one of the trainer's")
+    report.check(
+        aliased > 0 and shared > 0, f"no parameter of {engine} aliases one of the trainer's"
+    )
     report.expect(
         moved > 3 * differences[-1], f"one update moves the log-probs by {moved:.1e} alone"
     )
     report.record(aliased_parameters=aliased, parameters=len(pointers), shared_mb=shared / 1e6)
     report.record(logprob_difference_mean=max(differences), logprob_moved_by_one_update=moved)
     report.summarize(
-        f"{aliased} of {len(pointers)} parameters aliased; log-probs of vLLM and the trainer "
+        f"{aliased} of {len(pointers)} parameters aliased; log-probs of {engine} and the trainer "
         f"differ by {max(differences):.1e} in bf16, an update moves them by {moved:.1e}"
     )
 

@@ -47,12 +47,12 @@ def test_first_rollout_beyond_the_bound_is_a_one_line_error() -> None:
     assert "\n" not in line
     for part in (
         "step 7: ",
-        "vLLM (rollout)",
-        "Megatron-Core (trainer)",
+        "the engine (rollout)",
+        "the trainer differ",
         "0.817 on average",
         "of 6 tokens",
         "trainer.max_rollout_logprob_diff allows 0.1 and 1 (bfloat16",
-        "; the worst: response 1, position 0, token 100 '<100>\\n': -1 by vLLM, -4 by the "
+        "; the worst: response 1, position 0, token 100 '<100>\\n': -1 by the engine, -4 by the "
         "trainer; ",
         "; response 1, position 2, token 102 ",
         "reshard.verify=always",
@@ -105,7 +105,10 @@ def test_the_first_later_rollout_beyond_the_bound_warns(caplog: pytest.LogCaptur
         assert caplog.text == ""
         check.check(make_batch([5.0] * 4), 3)
         check.check(make_batch([5.0] * 4), 4)
-    assert "warning: step 3: the log-probs of vLLM" in caplog.text and "step 4" not in caplog.text
+    assert (
+        "warning: step 3: the log-probs of the engine" in caplog.text
+        and "step 4" not in caplog.text
+    )
 
 
 def test_the_check_stays_open_until_a_token_of_the_trained_weights_is_compared() -> None:
