@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_mc.rollout import sglang_patches  # isort: skip  (first: it sets what sglang reads)
@@ -114,7 +115,6 @@ class SGLangEngine:
         self.groups = groups
         self.max_running = cfg.max_num_seqs
         self.awake = frozenset({WEIGHTS, KV_CACHE})
-        self._sampling: Sampling | None = None
         self._log_probs = LogProbs(0)
         self._requests: dict[int, tuple[Request, Any]] = {}
         """The requests that have not ended, by their numbers, with SGLang's objects."""
@@ -128,7 +128,7 @@ class SGLangEngine:
             random_seed=seed,
             context_length=max_model_len + MARGIN,
             json_model_override_args=json.dumps({"tie_word_embeddings": shape.tie_embeddings}),
-            **server_arguments(cfg, group, kv_bytes),
+            **server_arguments(cfg, group, pool, kv_bytes),
         )
         place = platform.device().index if platform.use_cuda() else 0
         publish(arguments, role="scheduler", ranks=SpawnRanks(group.index(rank), gpu_id=place))
@@ -178,11 +178,11 @@ class SGLangEngine:
 
     def sleep(self) -> None:
         """Release the device memory of weights and KV cache, without a copy. Parameters in
-        `storage` and CUDA graphs stay. On a CPU SGLang keeps the memory."""
+        `storage` and CUDA graphs stay; the memory that `storage` has replaced is held while awake.
+        On a CPU SGLang keeps all memory."""
         self.weights_updated()
-        tags = [KV_CACHE, WEIGHTS]
         self._scheduler.weight_updater.release_memory_occupation(
-            ReleaseMemoryOccupationReqInput(tags=tags)
+            ReleaseMemoryOccupationReqInput(tags=[KV_CACHE, WEIGHTS])
         )
         self.awake = frozenset()
 
@@ -208,9 +208,10 @@ class SGLangEngine:
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Add requests, with the same sampling parameters as all that have not ended."""
         assert self.awake == {WEIGHTS, KV_CACHE}, "SGLang sleeps"
-        assert not self._requests or sampling == self._sampling, "two kinds of sampling at once"
+        assert not self._requests or sampling == self._sampler.sampling, (
+            "two kinds of sampling at once"
+        )
         if not self._requests:
-            self._sampling = sampling
             self._log_probs = LogProbs(sampling.max_tokens)
             self._sampler.begin(sampling)
         if not requests:
@@ -281,9 +282,11 @@ class SGLangEngine:
         gc.collect()
 
 
-def server_arguments(cfg: RolloutConfig, group: Sequence[int], kv_bytes: int) -> dict[str, Any]:
-    """Return SGLang's arguments, without those of the model. group: the ranks of the engine.
-    kv_bytes: of one token in the KV cache of a rank."""
+def server_arguments(
+    cfg: RolloutConfig, group: Sequence[int], pool: dist.ProcessGroup | None, kv_bytes: int
+) -> dict[str, Any]:
+    """Return SGLang's arguments, without those of the model. group: the ranks of the engine. pool:
+    those of all engines, which must call it. kv_bytes: of one token in the KV cache of a rank."""
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "load_format": "dummy",
@@ -294,7 +297,6 @@ def server_arguments(cfg: RolloutConfig, group: Sequence[int], kv_bytes: int) ->
         "enable_fp32_lm_head": platform.float32_products(),
         "disable_overlap_schedule": True,  # a step returns the tokens that it has drawn
         "watchdog_timeout": 1e6,  # the trainer has its own (trainer.dist_timeout_seconds)
-        "log_level": "error",
     }
     if not platform.use_cuda():
         return arguments | {
@@ -305,6 +307,7 @@ def server_arguments(cfg: RolloutConfig, group: Sequence[int], kv_bytes: int) ->
         }
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
+    free = min(gather_objects(free, pool))  # the ranks of an engine have caches of one size
     return arguments | {
         "device": "cuda",
         "disable_cuda_graph": cfg.enforce_eager,
