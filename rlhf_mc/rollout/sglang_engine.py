@@ -208,9 +208,7 @@ class SGLangEngine:
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Add requests, with the same sampling parameters as all that have not ended."""
         assert self.awake == {WEIGHTS, KV_CACHE}, "SGLang sleeps"
-        assert not self._requests or sampling == self._sampler.sampling, (
-            "two kinds of sampling at once"
-        )
+        assert not self._requests or sampling == self._sampler.sampling, "two kinds of sampling"
         if not self._requests:
             self._log_probs = LogProbs(sampling.max_tokens)
             self._sampler.begin(sampling)
