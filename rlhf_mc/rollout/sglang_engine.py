@@ -133,7 +133,9 @@ class SGLangEngine:
         place = platform.device().index if platform.use_cuda() else 0
         publish(arguments, role="scheduler", ranks=SpawnRanks(group.index(rank), gpu_id=place))
         with sglang_patches.tensor_parallel_groups(groups), sglang_patches.use_storage(storage):
-            self._scheduler = sglang_patches.SteppedScheduler(arguments)
+            self._scheduler = on_every_rank(
+                lambda: sglang_patches.SteppedScheduler(arguments), group=pool
+            )
         self._scheduler.model_config.hf_eos_token_id = set()  # the end tokens are the request's
         runner = self._scheduler.tp_worker.model_runner
         self._sampler = runner.sampler = DrawnTokens()
@@ -218,17 +220,15 @@ class SGLangEngine:
         self._sampler.draws.add(requests)
         for request in requests:
             limit = (request.max_tokens or sampling.max_tokens) - len(request.partial.token_ids)
+            params = SamplingParams(
+                max_new_tokens=limit, stop_token_ids=set(sampling.stop_token_ids)
+            )
+            params.normalize(None)
             self._scheduler.handle_generate_request(
                 TokenizedGenerateReqInput(
                     rid=str(request.number),
                     input_ids=array("q", [*request.prompt.tolist(), *request.partial.token_ids]),
-                    sampling_params=SamplingParams(
-                        max_new_tokens=limit,
-                        stop_token_ids=set(sampling.stop_token_ids),
-                        stop_strs=[],
-                        stop_regex_strs=[],
-                        is_normalized=True,
-                    ),
+                    sampling_params=params,
                     stream=False,
                     **_NO_LOG_PROBS,
                     **dict.fromkeys(_ABSENT),

@@ -9,12 +9,13 @@ the libraries once, forks the ranks of each world size, and writes each rank's r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing as mp
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,17 +157,41 @@ def error_of(config_path: str, overrides: list[str]) -> str:
         return str(error)
 
 
-def error_with_small_cache(config_path: str, overrides: list[str]) -> str:
-    """Return the message where SGLang's KV cache holds 64 tokens."""
+@contextlib.contextmanager
+def cache_of(num_tokens: int) -> Iterator[None]:
+    """Let SGLang's KV cache hold this many tokens."""
     from rlhf_mc.rollout import sglang_engine
 
     original = sglang_engine.server_arguments
 
     def arguments(*args: Any) -> dict[str, Any]:
-        return original(*args) | {"max_total_tokens": 64}
+        return original(*args) | {"max_total_tokens": num_tokens}
 
     with replaced(sglang_engine, "server_arguments", arguments):
+        yield
+
+
+def error_with_small_cache(config_path: str, overrides: list[str]) -> str:
+    """Return the message where SGLang's KV cache holds less than a sequence."""
+    with cache_of(64):
         return error_of(config_path, overrides)
+
+
+def crowded(config_path: str, overrides: list[str]) -> dict[str, Any]:
+    """Generate responses with a KV cache for few of them. Return them, and how many requests SGLang
+    has preempted."""
+    with cache_of(100), built_run(config_path, overrides) as run:
+        generate.update_weights(run, PhaseTimer())
+        engine = run.rollout
+        engine.add(requests_of([NOTHING] * 12), KINDS["sampled"])
+        states = [state for _, state in engine._requests.values()]
+        ended: dict[int, Generation] = {}
+        while engine.num_unfinished:
+            ended |= engine.step()
+        return {
+            "results": as_lists(Responses.of([ended[i] for i in range(12)])),
+            "preempted": sum(state.retraction_count for state in states),
+        }
 
 
 def part(update_weights: bool) -> tuple[str, str]:

@@ -32,6 +32,7 @@ STEPS = [
     "trainer.max_rollout_logprob_diff=1e-4",
     "trainer.val_before_train=false",
 ]
+CHUNKED = ["rollout.max_num_seqs=5", "rollout.max_num_batched_tokens=16"]
 RUNS = {
     "megatron": [*STEPS, "actor.megatron.tensor_model_parallel_size=2"],
     "fsdp2": [*STEPS, "actor.strategy=fsdp2", "rollout.tensor_model_parallel_size=2"],
@@ -78,7 +79,9 @@ def calls(config: Path) -> dict[str, tuple[int, str, dict[str, Any]]]:
         return f"model.path={config.parent / name}"
 
     return {
-        **{name: call(1, "generated", of_model(name)) for name in FAMILIES},
+        # more prompts than slots, in several chunks
+        **{name: call(1, "generated", of_model(name), *CHUNKED) for name in FAMILIES},
+        "crowded": call(1, "crowded", of_model("qwen2")),
         "stride": call(
             4,
             "generated",
@@ -137,7 +140,7 @@ def test_responses_are_those_of_vllm(
     pool: Any, calls: dict[str, Any], of_sglang: dict[str, Any], name: str
 ) -> None:
     for mine, reference in zip(of_sglang[name], of_vllm(pool, calls[name]), strict=True):
-        results = mine.pop("results")
+        results = dict(mine["results"])
         woken = results.pop("woken")
         assert results.keys() == reference["results"].keys()
         for kind, responses in results.items():
@@ -151,6 +154,12 @@ def test_responses_are_those_of_vllm(
             assert mine[key] == json.loads(json.dumps(reference[key])), key
         assert mine["summary"].endswith("attention by TorchNativeAttnBackend")
     assert name != "stride" or mine["groups"] == [[0, 2], [1, 3]]
+
+
+def test_a_full_cache_changes_no_response(of_sglang: dict[str, Any]) -> None:
+    (crowded,) = of_sglang["crowded"]
+    assert crowded["preempted"] > 0
+    same_responses("sampled", crowded["results"], of_sglang["qwen2"][0]["results"]["sampled"])
 
 
 @pytest.mark.parametrize("name", RUNS)
