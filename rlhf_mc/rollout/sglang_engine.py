@@ -246,7 +246,7 @@ class SGLangEngine:
         drew = [len(s.output_ids) > before[n] for n, s in zip(numbers, states, strict=True)]
         if any(drew):
             log_probs = self._sampler.log_probs.cpu().numpy()
-            self._log_probs.append(np.array(numbers)[drew], log_probs[drew])
+            self._log_probs.append(np.array(numbers)[drew].tolist(), log_probs[drew])
         ended = {}
         for number, state in zip(numbers, states, strict=True):
             if state.finished():
