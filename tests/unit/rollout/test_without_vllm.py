@@ -14,7 +14,7 @@ from documents import ROOT
 
 pytestmark = pytest.mark.slow
 
-OF_VLLM = {
+OF_ENGINES = {
     f"rlhf_mc.rollout.vllm_{name}"
     for name in (
         "derived",
@@ -26,12 +26,12 @@ OF_VLLM = {
         "scheduler",
         "tools",
     )
-}
+} | {f"rlhf_mc.rollout.sglang_{name}" for name in ("engine", "patches")}
 WITHOUT_VLLM = f"""
 import importlib, json, pkgutil, sys
 sys.modules["vllm"] = None
 import rlhf_mc
-names = {{module.name for module in pkgutil.walk_packages(rlhf_mc.__path__, "rlhf_mc.")}} - {OF_VLLM!r}
+names = {{module.name for module in pkgutil.walk_packages(rlhf_mc.__path__, "rlhf_mc.")}} - {OF_ENGINES!r}
 for name in sorted(names):
     importlib.import_module(name)
 print(json.dumps(sorted(names)))
