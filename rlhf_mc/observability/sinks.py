@@ -94,7 +94,7 @@ class Sinks:
         tracked = TrackedRun(directory, run_id or name, config.project_name, name, settings or {})
         for tracker in TRACKERS:
             if tracker in config.logger:
-                self._add(tracker, partial(TrackerSink, tracker, tracked, after_step))
+                self._add(tracker, partial(TrackerSink, tracker, tracked))
         if "console" in config.logger:
             self._add("table of steps", lambda: StepTable(total_steps, stream))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import json
 import math
 import os
 import re
@@ -25,14 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.run_files import flattened
 
-TRACKERS_FILE = "trackers.json"
-"""In the run's directory: {"run_id": id, tracker: {"id": the tracker's own id of the run,
-"last_step": the last
-that was handed to its library}}."""
 WANDB_DIR = "wandb"
 MLFLOW_DIR = "mlruns"
 SWANLAB_DIR = "swanlog"
@@ -49,6 +43,9 @@ _ENVIRONMENT = {
     "swanlab": {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"},
 }
 """By tracker: defaults of environment variables, which its library reads when it is imported."""
+_MLFLOW_RUN_ID = "rlhf_mc.run_id"
+_MLFLOW_LAST_STEP = "rlhf_mc.last_step"
+"""Tags of a run in MLflow, by which a resumed run finds it."""
 _MLFLOW_PARAMS = 100
 _MLFLOW_METRICS = 1000
 """Parameters and metrics in one request; MLflow allows no more."""
@@ -75,14 +72,8 @@ class TrackedRun:
 class Tracker(Protocol):
     """A connection to a tracker's server, or to its files."""
 
-    id: str
-    """The tracker's own id of the run."""
-    written_at_once: bool
-    """True if the tracker has a step once `log` returns. Otherwise a library sends it later, which
-    a kill prevents."""
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log finite numbers."""
+        """Log finite numbers, unless the tracker has the step."""
 
     def close(self) -> None:
         """Flush and end the tracker's run."""
@@ -92,69 +83,32 @@ class TrackerSink:
     """A sink that logs the steps to a tracker. Values that are not finite are left out: what
     trackers make of them differs, down to an error."""
 
-    def __init__(self, name: str, run: TrackedRun, after_step: int | None) -> None:
+    def __init__(self, name: str, run: TrackedRun) -> None:
         """Start the tracker. Raise TimeoutError if it takes longer than START_SECONDS, or the
-        library's own error.
-
-        name: a key of TRACKERS. after_step: the step that the run resumes after, None for a new
-        run."""
-        self._name = name
-        self._run = run
-        earlier = self._progress().get(name, {})
+        library's own error. name: a key of TRACKERS."""
         for variable, value in _ENVIRONMENT.get(name, {}).items():
             os.environ.setdefault(variable, value)
         importlib.import_module(name)
-        self._tracker = within(START_SECONDS, lambda: TRACKERS[name](run, earlier.get("id")))
-        # A tracker that may lack the steps after the checkpoint gets them again; its library drops
-        # those that it has.
-        again = -1 if after_step is None else after_step
-        self._last_step: int = (
-            earlier.get("last_step", -1) if self._tracker.written_at_once else again
-        )
+        self._tracker = within(START_SECONDS, lambda: TRACKERS[name](run))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step <= self._last_step:
-            return
         numbers = {key: float(value) for key, value in metrics.items()}
         self._tracker.log(
             step, {key: value for key, value in numbers.items() if math.isfinite(value)}
         )
-        self._last_step = step
-        progress = {
-            **self._progress(),
-            "run_id": self._run.run_id,
-            self._name: {"id": self._tracker.id, "last_step": step},
-        }
-        durable.replace(self._run.directory / TRACKERS_FILE, json.dumps(progress).encode())
 
     def close(self) -> None:
         """End the tracker's run. Raise TimeoutError if that takes longer than CLOSE_SECONDS."""
         within(CLOSE_SECONDS, self._tracker.close)
-
-    def _progress(self) -> dict[str, Any]:
-        """Return the content of TRACKERS_FILE; empty if it is missing, unreadable or of another
-        run."""
-        try:
-            content = json_files.read(self._run.directory / TRACKERS_FILE)
-        except (FileNotFoundError, ValueError):
-            return {}
-        return (
-            content
-            if isinstance(content, dict) and content.get("run_id") == self._run.run_id
-            else {}
-        )
 
 
 class WandbTracker:
     """Weights & Biases, with the run's id as its id. WANDB_* variables count, such as
     WANDB_MODE=offline."""
 
-    written_at_once = False
-
-    def __init__(self, run: TrackedRun, earlier_id: str | None) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        self.id = earlier_id or run.run_id
         self._teardown: Callable[[], None] = wandb.teardown
         settings: dict[str, Any] = {
             # for the user's answer where W&B asks for a key on a terminal
@@ -167,7 +121,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=run.project,
             name=run.name,
-            id=self.id,
+            id=run.run_id,
             resume="allow",
             config=dict(run.settings),
             dir=os.environ.get("WANDB_DIR", str(run.directory)),
@@ -186,63 +140,66 @@ class WandbTracker:
 class MlflowTracker:
     """MLflow at MLFLOW_TRACKING_URI, otherwise files in the run's directory."""
 
-    written_at_once = True
-
-    def __init__(self, run: TrackedRun, earlier_id: str | None) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             uri = f"file://{(run.directory / MLFLOW_DIR).resolve()}"
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        from mlflow.entities import Metric, Param, RunTag
 
         self._metric: Callable[..., Any] = Metric
+        self._tag: Callable[..., Any] = RunTag
+        self._last_step = -1
         self._client = MlflowClient(tracking_uri=uri)
-        if earlier_id is None:
-            experiment = self._client.get_experiment_by_name(run.project)
-            experiment_id = (
-                experiment.experiment_id
-                if experiment
-                else self._client.create_experiment(run.project)
-            )
-            tags = {"rlhf_mc.run_id": run.run_id}
-            self.id: str = self._client.create_run(
-                experiment_id, run_name=run.name, tags=tags
-            ).info.run_id
-            params = [
-                Param(mlflow_name(key), str(value)[:_MLFLOW_TEXT])
-                for key, value in flattened(run.settings)
-            ]
-            for first in range(0, len(params), _MLFLOW_PARAMS):
-                self._client.log_batch(self.id, params=params[first : first + _MLFLOW_PARAMS])
-        else:
-            self.id = earlier_id
-            self._client.update_run(self.id, status="RUNNING")
+        experiment = self._client.get_experiment_by_name(run.project)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        )
+        started = self._client.search_runs(
+            [experiment_id], f"tags.`{_MLFLOW_RUN_ID}` = '{run.run_id}'"
+        )
+        if started:
+            self._id: str = started[0].info.run_id
+            self._last_step = int(started[0].data.tags.get(_MLFLOW_LAST_STEP, -1))
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        tags = {_MLFLOW_RUN_ID: run.run_id}
+        new = self._client.create_run(experiment_id, run_name=run.name, tags=tags)
+        self._id = new.info.run_id
+        params = [
+            Param(mlflow_name(key), str(value)[:_MLFLOW_TEXT])
+            for key, value in flattened(run.settings)
+        ]
+        for first in range(0, len(params), _MLFLOW_PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + _MLFLOW_PARAMS])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step <= self._last_step:
+            return
         now = int(time.time() * 1000)
         rows = [self._metric(mlflow_name(key), value, now, step) for key, value in metrics.items()]
+        tags = [self._tag(_MLFLOW_LAST_STEP, str(step))]
         for first in range(0, len(rows), _MLFLOW_METRICS):
-            self._client.log_batch(self.id, metrics=rows[first : first + _MLFLOW_METRICS])
+            self._client.log_batch(
+                self._id, metrics=rows[first : first + _MLFLOW_METRICS], tags=tags
+            )
 
     def close(self) -> None:
-        self._client.set_terminated(self.id)
+        self._client.set_terminated(self._id)
 
 
 class SwanlabTracker:
     """SwanLab, with the run's id as its id. SWANLAB_* variables count, such as
     SWANLAB_MODE=offline."""
 
-    written_at_once = False
-
-    def __init__(self, run: TrackedRun, earlier_id: str | None) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import swanlab
 
-        self.id = earlier_id or run.run_id
         self._run = swanlab.init(
             project=run.project,
             name=run.name,
-            id=self.id,
+            id=run.run_id,
             resume="allow",
             config=dict(run.settings),
             log_dir=os.environ.get("SWANLAB_LOG_DIR", str(run.directory / SWANLAB_DIR)),
@@ -255,13 +212,12 @@ class SwanlabTracker:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[TrackedRun, str | None], Tracker]] = {
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "swanlab": SwanlabTracker,
 }
-"""By the names of trainer.logger, which are the libraries' names. The second argument is the
-tracker's id of the run where an earlier start has logged to it."""
+"""By the names of trainer.logger, which are the libraries' names."""
 
 
 def check_loggers(names: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from rlhf_mc.checkpoint import directory
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.health.monitor import keep_events_up_to
 from rlhf_mc.observability.sinks import TENSORBOARD_DIR
-from rlhf_mc.observability.trackers import MLFLOW_DIR, SWANLAB_DIR, TRACKERS_FILE, WANDB_DIR
+from rlhf_mc.observability.trackers import MLFLOW_DIR, SWANLAB_DIR, WANDB_DIR
 from rlhf_mc.run_directory.lock import Owner
 from rlhf_mc.runtime.console import print_line
 
@@ -38,7 +38,6 @@ _OUTPUTS = (
     run_files.JOURNAL_FILE,
     run_files.OBSERVATIONS,
     TENSORBOARD_DIR,
-    TRACKERS_FILE,
     WANDB_DIR,
     MLFLOW_DIR,
     SWANLAB_DIR,

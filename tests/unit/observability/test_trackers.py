@@ -179,10 +179,7 @@ def test_a_tracker_that_fails_is_dropped_with_a_warning(
     """Fail when the tracker is built, and at the second step."""
 
     class Failing:
-        id = "its own"
-        written_at_once = True
-
-        def __init__(self, run: TrackedRun, earlier_id: str | None) -> None:
+        def __init__(self, run: TrackedRun) -> None:
             self.log(0, {})
 
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -272,10 +269,7 @@ def test_a_tracker_without_an_answer_is_left(
     released = threading.Event()
 
     class Hanging:
-        id = "its own"
-        written_at_once = True
-
-        def __init__(self, run: TrackedRun, earlier_id: str | None) -> None:
+        def __init__(self, run: TrackedRun) -> None:
             if hanging == "start":
                 released.wait()
 
