@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rlhf_mc.report.run_reader import RunRecord, finite_or_none
@@ -30,8 +29,6 @@ OVERLAPPING = ("reward_hidden",)
 """Times that pass while other phases run."""
 AFTER_STEP = ("testing", "save_checkpoint", "export", "write_profile")
 """Phases that are not within timing_s/step."""
-SHARED = ("update_weights", "offload")
-"""Phases of a step that a phase after it may have too; their times are one sum."""
 CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("reward", "Reward", ("critic/score/mean",)),
     ("accuracy", "Validation accuracy", ("val-core/*/acc/mean@*",)),
@@ -122,8 +119,7 @@ def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
         name: [sum(_seconds(row, name) for row in group) / len(group) for group in bars]
         for name in phases
     }
-    usual = _usual_shared(timed)
-    other = [sum(_other(row, phases, usual) for row in group) / len(group) for group in bars]
+    other = [sum(_other(row, phases) for row in group) / len(group) for group in bars]
     series = {
         name: [short(value) for value in values] for name, values in seconds.items() if any(values)
     }
@@ -132,31 +128,11 @@ def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
     return {"steps": [[group[0]["step"], group[-1]["step"]] for group in bars], "phases": series}
 
 
-def _usual_shared(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the medians of the SHARED phases over the steps without a phase after them; empty
-    without such steps."""
-    alone = [row for row in rows if not _has_after(row)]
-    return (
-        {name: statistics.median(_seconds(row, name) for row in alone) for name in SHARED}
-        if alone
-        else {}
-    )
-
-
-def _other(row: Row, phases: Sequence[str], usual: Mapping[str, float]) -> float:
-    """Return the seconds of a step in no phase. Of a step with a phase after it, the SHARED phases
-    count as within for their usual time; if that is not known, entirely, and the result may be too
-    small."""
-    total = _seconds(row, _WHOLE)
-    for name in phases:
-        if name not in AFTER_STEP:
-            seconds = _seconds(row, name)
-            total -= min(seconds, usual.get(name, seconds)) if _has_after(row) else seconds
-    return max(0.0, total)
-
-
-def _has_after(row: Row) -> bool:
-    return any(_seconds(row, name) for name in AFTER_STEP)
+def _other(row: Row, phases: Sequence[str]) -> float:
+    """Return the seconds of a step in no phase; too few where a phase after the step has updated
+    weights or offloaded, whose times are one sum with the step's."""
+    within = (_seconds(row, name) for name in phases if name not in AFTER_STEP)
+    return max(0.0, _seconds(row, _WHOLE) - sum(within))
 
 
 def _seconds(row: Row, name: str) -> float:
@@ -168,7 +144,7 @@ def length_histograms(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, An
     """Return {"steps": [[first, last] of each column], "edges": [E], "shares": [columns][E - 1]} of
     histograms.jsonl, in at most `most` columns and MAX_BINS bins. Rows whose bins differ from the
     last row's are left out."""
-    valid = [row for row in rows if _is_histogram(row.get("response_length"))]
+    valid = [row for row in rows if "response_length" in row]
     if not valid:
         return {"steps": [], "edges": [], "shares": []}
     edges = valid[-1]["response_length"]["edges"]
@@ -191,30 +167,15 @@ def length_histograms(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, An
     }
 
 
-def _is_histogram(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    edges = value.get("edges")
-    counts = value.get("counts")
-    if (
-        not (isinstance(edges, list) and isinstance(counts, list))
-        or len(edges) != len(counts) + 1
-        or not counts
-    ):
-        return False
-    return all(finite_or_none(item) is not None for item in (*edges, *counts))
-
-
 def marks(run: RunRecord) -> list[dict[str, Any]]:
     """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes,
     failures (a start that ended by an error or has no recorded end) and adjustments."""
     marks = []
     for earlier, start in zip(run.starts, run.starts[1:], strict=False):
-        after = start.get("after_step")
-        step = after if isinstance(after, int) else 0
+        step = start.get("after_step", 0)
         end = earlier.get("end")
         kind = "failure"
-        if not isinstance(end, dict):
+        if end is None:
             text = f"the start before has no recorded end (killed?); resumed after step {step}"
         elif end.get("how") == "failed":
             text = (
@@ -236,12 +197,11 @@ def marks(run: RunRecord) -> list[dict[str, Any]]:
             }
         )
     for row in run.adjustments:
-        if isinstance(row.get("after_step"), int):
-            text = (
-                f"{row.get('setting')} set to {row.get('value')} after step "
-                f"{row['after_step']}: {row.get('reason')}"
-            )
-            marks.append({"step": row["after_step"], "kind": "adjustment", "text": text})
+        text = (
+            f"{row['setting']} set to {row['value']} after step {row['after_step']}: "
+            f"{row['reason']}"
+        )
+        marks.append({"step": row["after_step"], "kind": "adjustment", "text": text})
     return sorted(marks, key=lambda mark: mark["step"])
 
 

@@ -165,7 +165,7 @@ def _plain(text: str) -> str:
 def _header(run: RunRecord, name: str, index: int) -> dict[str, Any]:
     """Return the header of a run: its state and rows of a list."""
     first, last = (run.starts[0], run.starts[-1]) if run.starts else ({}, {})
-    git = last.get("git", {})
+    git = last.get("git") or {}
     commit = str(git.get("commit", ""))[:12] + (" with changes" if git.get("has_changes") else "")
     end = last.get("end", {})
     total = _value(run.config, "trainer.total_training_steps")
@@ -282,30 +282,19 @@ def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str,
     tables = []
     for run, name in zip(runs, names, strict=True):
         for step, content in run.phases.items():
-            rows = [
-                _profile_row(phase, times)
-                for phase, times in content["phases"].items()
-                if isinstance(times, dict)
-            ]
-            rows = [row for row in rows if row]
-            ranks = max((len(row["cells"]) for row in rows), default=0)
-            if rows:
-                shown = ranks if ranks <= MAX_RANKS else 0
-                tables.append({"run": name, "step": step, "rows": rows, "columns": range(shown)})
+            rows = [_profile_row(phase, times) for phase, times in content["phases"].items()]
+            shown = content["ranks"] if content["ranks"] <= MAX_RANKS else 0
+            tables.append({"run": name, "step": step, "rows": rows, "columns": range(shown)})
     return tables
 
 
 def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a phase: its slowest rank, the most seconds of a rank's own work, their
     mean over the ranks, the longest wait, and of each rank its own work and, after a plus, its
-    waiting. Empty without times."""
-    seconds = [finite_or_none(value) or 0.0 for value in times.get("seconds") or []]
-    waiting = [finite_or_none(value) or 0.0 for value in times.get("waiting") or []]
-    waiting += [0.0] * (len(seconds) - len(waiting))
-    if not seconds:
-        return {}
-    work = [max(0.0, total - wait) for total, wait in zip(seconds, waiting, strict=False)]
-    slowest = times.get("slowest")
+    waiting."""
+    waiting = times["waiting"]
+    work = [max(0.0, total - wait) for total, wait in zip(times["seconds"], waiting, strict=True)]
+    slowest = times["slowest"]
     return {
         "phase": phase,
         "slowest": "alike" if slowest is None else slowest,
@@ -314,6 +303,6 @@ def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
         "waiting": f"{max(waiting):.3f}",
         "cells": [
             f"{busy:.3f}" + (f" + {wait:.3f}" if wait >= MIN_WAITING else "")
-            for busy, wait in zip(work, waiting, strict=False)
+            for busy, wait in zip(work, waiting, strict=True)
         ],
     }

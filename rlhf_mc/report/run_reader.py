@@ -22,15 +22,8 @@ from rlhf_mc.runtime.namespaces import namespace_id
 State = Literal["finished", "running", "stopped", "failed", "died"]
 MAX_SAMPLE_STEPS = 12
 """Steps of a run whose generations are read; of more, some between the first and the last."""
-_MAX_STEP = 2**53
-"""From here on a page's numbers are not exact."""
-_TIMES = ("seconds", "waiting")
-"""Lists of a phase in phases.json, by rank."""
 _MARKS = ("[prompt] ", "\n[response] ", "\n[ground truth] ", "\n[score] ", "\n")
 _TURN = re.compile(r"\n\[(response|observation)\] ")
-_START_TYPES = {"command": list, "config": dict} | dict.fromkeys(
-    ("git", "hosts", "versions", "changed", "end"), dict
-)
 
 
 @dataclass(frozen=True)
@@ -61,8 +54,7 @@ class RunRecord:
     rows: Sequence[Row]
     """Rows of metrics.jsonl, one for each step, ascending."""
     starts: Sequence[Row]
-    """Rows of starts.jsonl; none in a run of an earlier version. Each part has the type that a run
-    writes."""
+    """Rows of starts.jsonl; none in a run of an earlier version."""
     health: Sequence[Row]
     histograms: Sequence[Row]
     adjustments: Sequence[Row]
@@ -80,8 +72,7 @@ class RunRecord:
     @property
     def config(self) -> dict[str, Any]:
         """The settings of the latest start; empty if they are not recorded."""
-        config = self.starts[-1].get("config") if self.starts else None
-        return config if isinstance(config, dict) else {}
+        return self.starts[-1].get("config", {}) if self.starts else {}
 
     @property
     def last_step(self) -> int:
@@ -109,7 +100,7 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
     rows = _by_step(_rows(root / run_files.METRICS_FILE, problems, with_step=True))
     if not rows:
         problems.append(f"{run_files.METRICS_FILE} has no rows yet: no step is logged")
-    starts = _valid_starts(_rows(root / run_files.STARTS_FILE, problems), problems)
+    starts = _rows(root / run_files.STARTS_FILE, problems)
     if not starts:
         problems.append(
             f"{run_files.STARTS_FILE} has no start: settings, versions, hosts and resumes are not "
@@ -145,7 +136,7 @@ def run_state(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State,
     counts, and a roll-back is no end."""
     last = starts[-1] if starts else {}
     end = last.get("end", {})
-    how = end.get("how") if isinstance(end.get("how"), str) else None
+    how = end.get("how")
     owner = live_owner(root / run_files.LOCK_FILE)
     if owner is not None and (
         how in (None, "rolled back") or last.get("process") != owner.get("pid")
@@ -194,13 +185,8 @@ def live_owner(path: Path) -> Row | None:
 
 def finite_or_none(value: Any) -> float | None:
     """Return a finite number, None for anything else."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    try:
-        finite = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return None
-    return finite if math.isfinite(finite) else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
 
 
 def _rows(path: Path, problems: list[str], with_step: bool = False, name: str = "") -> list[Row]:
@@ -212,7 +198,7 @@ def _rows(path: Path, problems: list[str], with_step: bool = False, name: str = 
     except OSError as error:
         problems.append(f"{name} cannot be read: {error_reason(error)}")
         return []
-    complete = [row for row in rows if _is_step(row.get("step"))] if with_step else rows
+    complete = [row for row in rows if isinstance(row.get("step"), int)] if with_step else rows
     if bad or len(complete) < len(rows):
         lines = (
             f": line {', '.join(map(str, bad[:5]))}{', ...' if len(bad) > 5 else ''}" if bad else ""
@@ -222,39 +208,6 @@ def _rows(path: Path, problems: list[str], with_step: bool = False, name: str = 
             f"{name}: {num} of {len(rows) + len(bad)} lines cannot be read and are left out{lines}"
         )
     return complete
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_STEP
-
-
-def _valid_starts(starts: Sequence[Row], problems: list[str]) -> list[Row]:
-    """Return the starts without the parts that are of another type than _START_TYPES, and without
-    changed settings that are no pairs. Add a sentence to `problems` for each kind."""
-    valid: list[Row] = []
-    odd: dict[str, int] = {}
-    for start in starts:
-        # such as git outside of a repository
-        row = {key: value for key, value in start.items() if value is not None}
-        for key in [
-            key for key, kind in _START_TYPES.items() if not isinstance(row.get(key, kind()), kind)
-        ]:
-            odd[f"{key}, which is no {'list' if _START_TYPES[key] is list else 'object'}"] = (
-                len(valid) + 1
-            )
-            del row[key]
-        changed = row.get("changed", {})
-        pairs = {
-            key: pair for key, pair in changed.items() if isinstance(pair, list) and len(pair) == 2
-        }
-        if len(pairs) < len(changed):
-            odd["changed, where a value is no pair"] = len(valid) + 1
-        valid.append({**row, "changed": pairs})
-    problems += [
-        f"{run_files.STARTS_FILE}: start {start} has {what}; it is left out"
-        for what, start in odd.items()
-    ]
-    return valid
 
 
 def _by_step(rows: Sequence[Row]) -> list[Row]:
@@ -320,31 +273,13 @@ def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
     for row in _rows(path, problems, name=name):
         texts = (str(row.get("input", "")), _turns(row), str(row.get("gts", "")))
         score, length = (finite_or_none(row.get(key)) for key in ("score", "length"))
-        samples.append(Sample(*texts, score, length, _tokens(row)))
-        if row.get("tokens") and not samples[-1].tokens:
-            problems.append(
-                f"{name}: the tokens of response {len(samples)} are not columns of one length"
-            )
+        samples.append(Sample(*texts, score, length, row.get("tokens") or {}))
     return samples
 
 
-def _tokens(row: Row) -> dict[str, list[Any]]:
-    """Return the columns of a response's tokens; empty unless they are lists of one length and
-    include those that the page needs."""
-    columns = row.get("tokens")
-    if not isinstance(columns, dict) or not all(
-        isinstance(column, list) for column in columns.values()
-    ):
-        return {}
-    has_all = {"text", "response_mask"} <= columns.keys()
-    return columns if has_all and len(set(map(len, columns.values()))) == 1 else {}
-
-
 def _turns(row: Row) -> list[tuple[str, str]]:
-    try:
-        return [(str(kind), str(text)) for kind, text in row["turns"]]
-    except (KeyError, TypeError, ValueError):
-        return [("response", str(row.get("output", "")))]
+    turns = row.get("turns") or [("response", row.get("output", ""))]
+    return [(str(kind), str(text)) for kind, text in turns]
 
 
 def _phases(folder: Path, problems: list[str]) -> dict[int, Row]:
@@ -352,12 +287,8 @@ def _phases(folder: Path, problems: list[str]) -> dict[int, Row]:
     phases = {}
     for path in folder.glob("step_*/phases.json"):
         try:
-            content = json_files.read(path)
-            lists = [phase.get(key) or [] for phase in content["phases"].values() for key in _TIMES]
-            if not all(isinstance(seconds, list) for seconds in lists):
-                raise ValueError("no lists of times")
-            phases[_number_in(path.parent.name)] = content
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            phases[_number_in(path.parent.name)] = json_files.read(path)
+        except (OSError, ValueError) as error:
             problems.append(f"profile/{path.parent.name}/{path.name} cannot be read: {error}")
     return dict(sorted(phases.items()))
 
