@@ -90,7 +90,7 @@ def _default_num_workers() -> int:
     """Return the number of cores of a rank of this node, up to a limit: each worker has the memory
     of what the user's file imports."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(max(1, cores()[0] // num_ranks), _MOST_BY_CORES)
+    return min(max(1, cores() // num_ranks), _MOST_BY_CORES)
 
 
 class EnvironmentPool:

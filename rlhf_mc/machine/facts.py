@@ -265,14 +265,9 @@ def locked_memory_limit() -> int | None:
     return None if is_unlimited else limit
 
 
-def slurm() -> str | None:
-    """Return the version of Slurm's commands, or None where there are none."""
-    return command_output("sinfo", "--version") if shutil.which("sinfo") else None
-
-
-def cores() -> tuple[int, int]:
-    """Return the number of logical cores that this process may use, and that the machine has."""
-    return len(os.sched_getaffinity(0)), psutil.cpu_count() or 0
+def cores() -> int:
+    """Return the number of logical cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def memory() -> tuple[int, int]:

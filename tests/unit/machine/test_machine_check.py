@@ -119,7 +119,7 @@ def test_locked_memory(
         (check.torch_build(Torch(None), Driver(), []), "error", "needed is torch==2.13.0"),
         (check.torch_build(Torch("2.13.0", "libc10.so"), Driver(), []), "error", "libc10.so"),
         (check.torch_build(Torch("2.11.0+cpu"), Driver(), []), "note", "2.11.0+cpu was not tested"),
-        (check.nccl(ON_NODE), "ok", "2.29.7"),
+        (check.torch_build(ON_NODE, NODE, FILES), "ok", "NCCL 2.29.7"),
         (check.megatron_core("0.16.1"), "ok", "0.16.1"),
         (check.megatron_core("0.17.0"), "note", "0.16.1 was"),
         (check.megatron_core(None), "error", "megatron-core==0.16.1"),
@@ -177,9 +177,6 @@ def test_locked_memory(
          "note", "RoCE"),
         (check.infiniband([InfinibandPort("mlx5_0", "active", "400", "InfiniBand")], 2**23), "note",
          "8 MiB"),
-        (check.slurm(None), "ok", "not installed"),
-        (check.cores((8, 64), 8), "note", "each of 8 ranks"),
-        (check.cores((64, 64), 8), "ok", "64"),
     ],
 )  # fmt: skip
 def test_results(result: CheckResult, status: str, words: str) -> None:
@@ -215,9 +212,3 @@ def test_a_host_name_of_loopback_costs_nothing_where_the_interface_is_named(
     monkeypatch.setenv("RLHF_MC_SOCKET_IFNAME", "eth0")
     result = check.network([Interface("eth0", "10.0.0.5", 0)], "127.0.1.1")
     assert result == CheckResult("eth0 10.0.0.5; RLHF_MC_SOCKET_IFNAME=eth0")
-
-
-def test_slurms_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "8")
-    assert check.slurm("slurm 23.11.4").content == "slurm 23.11.4, in job 17 of 8 nodes"
