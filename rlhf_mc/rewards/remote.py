@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     import httpx
 
 MOST_BYTES = 4 << 20
-"""Size of an answer, also after decompression: far more than the longest reply of a language
-model."""
+"""Size of an answer: far more than the longest reply of a language model."""
 _SHOWN = 160
 """Characters of an answer in a message."""
 FIRST_WAIT_SECONDS = 0.5
@@ -54,7 +52,7 @@ class RemoteReward:
         self.name = f"reward.remote.url {masked(str(cfg.url))}"
         """The endpoint, for messages."""
         self._key = None if cfg.api_key_env is None else _read_key(cfg.api_key_env)
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip"}
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._key is not None:
             self._headers["Authorization"] = f"Bearer {self._key}"
         base, mark, query = str(cfg.url).partition("?")
@@ -208,27 +206,17 @@ def _read_key(variable: str) -> str:
 
 
 async def _read_body(answer: httpx.Response) -> bytes:
-    """Return the body of an answer, decompressed. Raise Failure if it is larger than MOST_BYTES."""
+    """Return the body of an answer. Raise Failure if it is compressed, which no request allows, or
+    larger than MOST_BYTES."""
+    encoding = answer.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise _failure(f"the answer has the Content-Encoding {one_line(encoding, _SHOWN)}")
     body = bytearray()
     async for piece in answer.aiter_raw():
         body += piece
         if len(body) > MOST_BYTES:
             raise _failure(f"the answer has more than {MOST_BYTES >> 20} MiB")
-    encoding = answer.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding == "identity":
-        return bytes(body)
-    if encoding != "gzip":
-        raise _failure(
-            f"the answer has the Content-Encoding {one_line(encoding, _SHOWN)}; gzip and none are "
-            "accepted"
-        )
-    try:
-        text = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(body, MOST_BYTES + 1)
-    except zlib.error as error:
-        raise _failure(f"the answer is not gzip, as its Content-Encoding says: {error}") from None
-    if len(text) > MOST_BYTES:
-        raise _failure(f"the answer has more than {MOST_BYTES >> 20} MiB, decompressed")
-    return text
+    return bytes(body)
 
 
 def _failure(problem: str) -> Failure:

@@ -10,7 +10,6 @@ import itertools
 import json
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -247,24 +246,10 @@ def test_answer_is_read_up_to_a_limit(endpoint: Endpoint) -> None:
     assert endpoint.num_sent < 64 << 20, "what the sockets hold may be sent too"
 
 
-def test_compressed_answer_is_limited_in_memory(endpoint: Endpoint) -> None:
+def test_compressed_answer_is_refused(endpoint: Endpoint) -> None:
     endpoint.encoding = "gzip"
     endpoint.answer = lambda path, request, headers: (200, gzip.compress(b"0.5"))
-    assert ask(url=endpoint.url) == [{"score": 0.5}]
-    bomb = gzip.compress(bytes(256 << 20), 1)
-    assert len(bomb) < remote.MOST_BYTES
-    endpoint.answer = lambda path, request, headers: (200, bomb)
-    tracemalloc.start()
-    [failure] = ask(url=endpoint.url)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert "the answer has more than 4 MiB, decompressed" in str(failure) and peak < 64 << 20
-    endpoint.answer = lambda path, request, headers: (200, "0.5")
-    assert "the answer is not gzip, as its Content-Encoding says" in str(ask(url=endpoint.url))
-    endpoint.encoding = "br"
-    assert "the answer has the Content-Encoding br; gzip and none are accepted" in str(
-        ask(url=endpoint.url)
-    )
+    assert "the answer has the Content-Encoding gzip" in str(ask(url=endpoint.url))
 
 
 def test_hostile_answers_are_failures_of_their_rows(endpoint: Endpoint) -> None:
