@@ -11,7 +11,6 @@ from typing import Any
 from rlhf_mc.rewards import answer_forms as forms
 from rlhf_mc.rewards.equivalence import Comparison, Undecided
 from rlhf_mc.rewards.ground_truths import truth_text
-from rlhf_mc.runtime.console import print_line
 
 MAX_ANSWER_CHARS = 1000
 """A longer answer is compared character for character; it is not parsed."""
@@ -52,9 +51,6 @@ def last_boxed(text: str) -> str | None:
 
 
 _comparison = Comparison()
-_undecided = 0
-_MAX_REPORTED = 5
-"""Undecided answers that each process reports; after them it reports every hundredth."""
 
 
 def compute_score(
@@ -75,8 +71,7 @@ def score_answer(answer: str | None, ground_truth: Any) -> dict[str, float]:
     truth = (truth if boxed_truth is None else boxed_truth).strip()
     try:
         return {"score": float(equivalent(answer.strip(), truth)), "undecided": 0.0}
-    except Undecided as why:
-        _report_undecided(answer, truth, str(why))
+    except Undecided:
         return {"score": 0.0, "undecided": 1.0}
 
 
@@ -153,15 +148,3 @@ def _same_lists(answer: str, truth: str) -> bool:
             for text, items, kind in zip(texts, lists, kinds, strict=True)
         ]
     return _comparison.same(*texts)
-
-
-def _report_undecided(answer: str, truth: str, why: str) -> None:
-    """Count an undecided comparison, and warn of it."""
-    global _undecided
-    _undecided += 1
-    if _undecided <= _MAX_REPORTED or _undecided % 100 == 0:
-        print_line(
-            f"warning: reward rule for MATH: answer {answer[:80]!r} scores 0: whether it is "
-            f"{truth[:80]!r} was not decided: {why} ({_undecided} such answers so far in this "
-            "process)"
-        )

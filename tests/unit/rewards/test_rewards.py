@@ -83,9 +83,7 @@ def test_manager_uses_the_rule_of_each_row() -> None:
 
 
 @pytest.mark.slow
-def test_endless_comparison_is_stopped_at_its_time_limit(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_endless_comparison_is_stopped_at_its_time_limit() -> None:
     """Include the power of an integer, during which Python handles no signal."""
     manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
     prompts = [make_prompt(i, "lighteval/MATH", "x+x") for i in range(4)]
@@ -96,15 +94,6 @@ def test_endless_comparison_is_stopped_at_its_time_limit(
         assert [row["undecided"] for row in rows] == [0.0, 1.0, 0.0, 0.0]
     finally:
         manager.close()
-    [line] = capfd.readouterr().err.splitlines()
-    for word in (
-        "reward rule for MATH",
-        "9^{9^{9^9}}",
-        "scores 0",
-        "'x+x'",
-        "more than 3 s of processor time",
-    ):
-        assert word in line
 
 
 def test_unknown_data_source_is_found_before_training() -> None:
