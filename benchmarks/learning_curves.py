@@ -32,10 +32,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from rlhf_mc.observability.step_table import validation_accuracies
-from rlhf_mc.report.plots import COLORS
 from rlhf_mc.run_files import json_objects
 
 ROOT = Path(__file__).resolve().parents[1]
+COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")
 HIGHEST_START = 0.50
 """A run counts only if its accuracy before the first step is at most this."""
 LOWEST_END = 0.90

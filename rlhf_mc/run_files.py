@@ -39,7 +39,6 @@ NONFINITE_FILE = "nonfinite_step_{}.json"
 GENERATIONS = "generations"
 TRAIN_GENERATIONS = "train_generations"
 PROFILE = "profile"
-PLOT = "training.png"
 REPORT = "report.html"
 
 Row = dict[str, Any]

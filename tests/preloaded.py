@@ -13,7 +13,6 @@ import rlhf_mc.trainer.loop  # noqa: F401
 # isort: split
 # Imports that vLLM makes only when it builds an engine.
 import compressed_tensors  # noqa: F401
-import matplotlib.pyplot  # noqa: F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 import vllm.entrypoints.llm  # noqa: F401
 from declared_metrics import declared_only

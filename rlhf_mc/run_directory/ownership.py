@@ -44,7 +44,7 @@ _OUTPUTS = (
     run_files.GENERATIONS,
     run_files.TRAIN_GENERATIONS,
     VALIDATION,
-    run_files.PLOT,
+    "training.png",  # of earlier versions
     run_files.REPORT,
     run_files.CONFIG_FILE,
     run_files.STARTS_FILE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,11 +20,10 @@ from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.profile import warn_of_unreached
 from rlhf_mc.observability.sinks import Sink, best_effort, build_sinks
 from rlhf_mc.report.page import read_runs, write_report
-from rlhf_mc.report.plots import plot_run
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.ownership import EXPORT, HF
 from rlhf_mc.run_directory.starts import record_end, record_start
-from rlhf_mc.run_files import PLOT, REPORT
+from rlhf_mc.run_files import REPORT
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import all_have_left, on_every_rank, on_rank_0, record_next_step
@@ -193,8 +191,8 @@ class Lifecycle:
     # ------------------------------------------------------------ end
 
     def _finish(self) -> None:
-        """Export the trained actor, close the sinks, write plot and report and, last of all, the
-        success marker."""
+        """Export the trained actor, close the sinks, write the report and, last of all, the success
+        marker."""
         run = self._run
         position = self._saver.position
         self._health.close(position.step)
@@ -210,12 +208,12 @@ class Lifecycle:
         on_every_rank(self._sinks.close)
         self._record_end("finished", reason)
         if run.groups.rank == 0:
-            write_plot_and_report(run.config)
+            write_run_report(run.config)
         self._write_success(position.step)
         hf = self._directory / HF
         print_on_console(
             run.config,
-            f"{reason}; the trained actor is in {hf}, metrics, plot and samples beside it",
+            f"{reason}; the trained actor is in {hf}, metrics, report and samples beside it",
         )
 
     def __enter__(self) -> Lifecycle:
@@ -262,7 +260,7 @@ class Lifecycle:
             self._opened.close()
             self._record_end("failed", line)
             # a rank that ended meanwhile would be taken for lost
-            on_rank_0(lambda: write_plot_and_report(run.config))
+            on_rank_0(lambda: write_run_report(run.config))
             raise UserError(line) from None
         elif isinstance(error, Exception):
             self._record_end("failed", str(error))
@@ -334,12 +332,9 @@ def _check_no_samples(cfg: TrainerConfig, step: int) -> None:
         )
 
 
-def write_plot_and_report(cfg: Config) -> None:
-    """Write training.png and report.html of the run so far, if it has a metrics.jsonl. One rank
-    alone calls it, and the others wait."""
+def write_run_report(cfg: Config) -> None:
+    """Write report.html of the run so far, if it has a metrics.jsonl. One rank alone calls it, and
+    the others wait."""
     if "jsonl" in cfg.trainer.logger and not cfg.trainer.val_only:
         root = Path(cfg.trainer.default_local_dir)
-        # once for both, each of which reports its own errors
-        runs = functools.cache(lambda: read_runs([root]))
-        best_effort(PLOT, lambda: plot_run(runs()[0].rows, root / PLOT, title=root.name))
-        best_effort(REPORT, lambda: write_report(runs(), root / REPORT))
+        best_effort(REPORT, lambda: write_report(read_runs([root]), root / REPORT))

@@ -66,7 +66,7 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
         mock.patch.object(build, "for_this_device", lambda cfg: cfg),
         mock.patch.multiple(vllm_engine.vllm.LLM, sleep=sleep, wake_up=wake_up),
         mock.patch.object(PhaseTimer, "phase", record_phase),
-        mock.patch.object(lifecycle, "write_plot_and_report", lambda *args: None),
+        mock.patch.object(lifecycle, "write_run_report", lambda *args: None),
         built_run(
             config_path, [*overrides, f"rollout.free_cache_engine={str(vllm_sleeps).lower()}"]
         ) as run,

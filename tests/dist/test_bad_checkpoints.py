@@ -398,7 +398,6 @@ def test_second_run_in_a_directory_moves_the_first_away(
         "metrics.jsonl",
         "tensorboard",
         "generations",
-        "training.png",
         "hf",
         "run.json",
         "success.json",

@@ -1,5 +1,5 @@
-"""Metrics, timers, the three sinks and the plot. Events, JSON and PNG are read back with the
-libraries that users read them with."""
+"""Metrics, timers, the three sinks. Events and JSON are read back with the libraries that
+users read them with."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.metrics import PhaseTimer, mean_by_key, summarize, summarize_lengths
-from rlhf_mc.observability.sinks import Sinks, best_effort
+from rlhf_mc.observability.sinks import Sinks
 from rlhf_mc.observability.step_table import validation_accuracies
-from rlhf_mc.report.plots import plot_run
 
 
 def test_metrics_are_means_over_the_values_of_each_key() -> None:
@@ -191,59 +189,3 @@ def test_validation_accuracies_of_a_source_with_slashes() -> None:
         "critic/score/mean": 1.0,
     }
     assert validation_accuracies(metrics) == {"openai/gsm8k": 0.5}
-
-
-FULL_ROW = {
-    "critic/score/mean": 0.5,
-    "actor/ppo_kl": 0.001,
-    "actor/kl_loss": 0.002,
-    "actor/reward_kl_penalty": 0.01,
-    "perf/throughput": 900.0,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [{"step": 1, **FULL_ROW}],
-        [{"step": 0, "val-core/a/acc/mean@1": 0.4}],
-        [
-            {"step": 1, "critic/score/mean": None},
-            {"step": 2, "critic/score/mean": 0.5, "val-core/a/acc/mean@1": None},
-        ],
-        [{"step": step, **FULL_ROW, f"val-core/{step % 6}/acc/mean@1": 0.5} for step in range(40)],
-    ],
-    ids=["empty", "one step", "validation alone", "nulls", "many steps"],
-)
-def test_plot_is_a_png_for_any_metrics(tmp_path: Path, rows: list[dict]) -> None:
-    output = tmp_path / "plot.png"
-    plot_run(rows, output, title="a run")
-    with Image.open(output) as image:
-        image.load()
-        assert image.format == "PNG"
-        assert image.size == (1320, 840)
-        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 20  # something is drawn
-
-
-@pytest.mark.slow
-def test_plot_shows_the_numbers(tmp_path: Path) -> None:
-    """Check that another reward curve changes the picture, and that a metric without a panel does
-    not."""
-    pictures = []
-    for change in ({}, {"actor/lr": 1.0}, {"critic/score/mean": 0.9}):
-        plot_run(
-            [{"step": 1, **FULL_ROW}, {"step": 2, **FULL_ROW, **change}], tmp_path / "plot.png"
-        )
-        with Image.open(tmp_path / "plot.png") as image:
-            pictures.append(image.tobytes())
-    assert pictures[0] == pictures[1] != pictures[2]
-
-
-def test_unwritable_plot_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot write the plot .*plot\.png"):
-        plot_run([{"step": 1}], tmp_path / "no-such-directory" / "plot.png")
-    (tmp_path / "full.png").symlink_to("/dev/full")
-    assert not best_effort("plot", lambda: plot_run([{"step": 1}], tmp_path / "full.png"))
-    assert not (tmp_path / "full.png").exists()

@@ -8,7 +8,6 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from config_files import MINIMAL
@@ -17,10 +16,9 @@ from documents import ROOT
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
-from rlhf_mc.report import page
 from rlhf_mc.run_directory.starts import record_end, record_start
 from rlhf_mc.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
-from rlhf_mc.trainer.lifecycle import write_plot_and_report
+from rlhf_mc.trainer.lifecycle import write_run_report
 
 
 def starts(root: Path) -> list[dict[str, Any]]:
@@ -96,26 +94,21 @@ def test_end_is_added_to_the_start_of_this_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plot_and_report_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "critic/score/mean": 0.5}\n{"step": 2, "cri'
     )
-    files = [tmp_path / "training.png", tmp_path / "report.html"]
+    page = tmp_path / "report.html"
     for overrides in (("trainer.logger=[console]",), ("trainer.val_only=true",)):
-        write_plot_and_report(config(tmp_path, *overrides))
-        assert not any(path.exists() for path in files)
+        write_run_report(config(tmp_path, *overrides))
+        assert not page.exists()
     record_start(config(tmp_path), "run1", 0)
     record_end(config(tmp_path), 0, 1, "stopped", "asked to stop")
-    with mock.patch.object(page, "read_run", wraps=page.read_run) as read:
-        write_plot_and_report(config(tmp_path))
-    assert read.call_count == 1
-    assert (
-        all(path.exists() for path in files)
-        and "stopped after step 1: asked to stop" in files[1].read_text()
-    )
-    files[1].unlink()
-    files[1].mkdir()
-    write_plot_and_report(config(tmp_path))
+    write_run_report(config(tmp_path))
+    assert "stopped after step 1: asked to stop" in page.read_text()
+    page.unlink()
+    page.mkdir()
+    write_run_report(config(tmp_path))
     assert "report.html cannot be written" in capsys.readouterr().err
 
 
