@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from rlhf_mc.config.printing import recorded
 from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.step_table import StepTable
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink
-from rlhf_mc.run_files import METRICS_FILE, keep_up_to, read_rows
+from rlhf_mc.run_files import METRICS_FILE, keep_up_to
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import count
 
@@ -197,39 +197,6 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def check_metrics(path: Path, run_id: str, logged: Sequence[Sequence[int]]) -> None:
-    """Raise UserError unless metrics.jsonl has exactly the rows that a checkpoint recorded as
-    logged, all of one run.
-
-    logged: the first and last step of each consecutive range, ascending. Rows before the first
-    range are not
-    compared."""
-    wanted = [step for first, last in logged for step in range(first, last + 1)]
-    if not wanted:
-        return
-    rows = list(read_rows(path))
-    other = next((row["run_id"] for _, row in rows if row.get("run_id", run_id) != run_id), None)
-    steps = [row["step"] for _, row in rows if wanted[0] <= row["step"] <= wanted[-1]]
-    if other is not None:
-        problem = f"holds rows of another run, {other}, beside rows of {run_id}"
-    elif steps != wanted:
-        missing = sorted(set(wanted) - set(steps))
-        problem = (
-            f"lacks the row of step {missing[0]}"
-            if missing
-            else "holds a step twice, in excess or out of order"
-        )
-        problem += f" ({len(missing)} of {len(wanted)} rows are missing)" if missing else ""
-    else:
-        return
-    raise UserError(
-        f"{path}: {problem}; the checkpoint of step {wanted[-1]} needs rows {wanted[0]} to "
-        f"{wanted[-1]}. Restore the "
-        "file, or begin at that checkpoint in another trainer.default_local_dir: "
-        "trainer.resume_mode=resume_path"
-    )
 
 
 def _json_number(value: float) -> float | int | None:

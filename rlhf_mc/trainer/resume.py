@@ -25,7 +25,6 @@ from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.data.order import PromptOrder
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.runtime.console import print_line
@@ -47,10 +46,6 @@ class StartPoint:
     """Id of the run to which the directory belongs."""
     continues_run: bool = False
     """The checkpoint is the run's own. False: a new run begins."""
-    logged: list[list[int]] = field(default_factory=list)
-    """First and last step of each consecutive range of rows in metrics.jsonl so far."""
-    logs_from: int | None = None
-    """First step that this process logs there; None if trainer.logger has no jsonl."""
     skipped_updates: dict[str, int] = field(default_factory=dict)
     """Consecutive skipped updates by model."""
 
@@ -106,16 +101,11 @@ class Resume:
                 start.run_id = gather_objects(start.run_id)[0]
             else:
                 position.last_healthy_step = None  # of another directory, like the best step
-                start.logged = []
                 start.run_id = gather_objects(ownership.new_id())[0]
                 on_rank_0(lambda: self._claim(start), str(self._root))
             if not start.continues_run or position.best_metric != self._cfg.best_metric:
                 position.best_step = position.best_accuracy = None  # not comparable
             position.best_metric = self._cfg.best_metric
-            if "jsonl" in self._cfg.logger:
-                is_new = start.checkpoint is None
-                validates_first = is_new and self._run.schedule.is_first_validation_due()
-                start.logs_from = 0 if validates_first else position.step + 1
             skipped = start.skipped_updates
             resume_from = self._run.skipped.resume_from
             on_every_rank(lambda: resume_from(position.step, skipped), str(self._root))
@@ -233,7 +223,6 @@ class Resume:
             order = prompt_order(run).with_sizes(config["data"])
             position = stored_position(loop, order)
             position.num_prompts = load_pool(run, loop["group_pool"], path, position, order)
-            logged = loop["logged"]
             skipped = dict(loop["consecutive_skipped_updates"])
         _print(f"resumed after step {position.step} from {path}")
         if not self.is_rolled_back:
@@ -241,7 +230,7 @@ class Resume:
             for line in changed:
                 _print(f"warning: {line}")
         is_own = path.resolve() == directory.final_path(self._root, position.step).resolve()
-        return StartPoint(path, position, run_id, is_own, logged, skipped_updates=skipped)
+        return StartPoint(path, position, run_id, is_own, skipped_updates=skipped)
 
     def _print_changed_settings(self, stored: dict[str, Any]) -> None:
         pairs = run_files.differences(without_secrets(stored), recorded(self._run.config))
@@ -285,13 +274,11 @@ class Resume:
                 "another trainer.default_local_dir, or give it as trainer.resume_from_path with "
                 "trainer.resume_mode=resume_path"
             )
-        metrics = self._root / run_files.METRICS_FILE
-        if start.logged and "jsonl" in self._cfg.logger:
-            check_metrics(metrics, start.run_id, start.logged)
         ownership.clear_success(self._root)
         if owner is None:
             ownership.claim(self._root, start.run_id, 0, None)
         self._quarantine_after(step)
+        metrics = self._root / run_files.METRICS_FILE
         if later := [n for n in run_files.steps_logged(metrics) if n > step]:
             _print(
                 f"{run_files.METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after "

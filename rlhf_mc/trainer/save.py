@@ -140,24 +140,12 @@ class CheckpointSaver:
             position.best_accuracy = candidate
         if position.step == 0:
             position.last_healthy_step = 0  # the initial weights
-        loop = {**self._complete.loop, "position": asdict(position), "logged": self._logged()}
+        loop = {**self._complete.loop, "position": asdict(position)}
         with self.naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
             run = (recorded(self._run.config), self._run.inputs, self.start.run_id)
             rest = (*run, buffers, self._complete.pool_files)
             self._in_flight = Save(self._root, position.step, self._models, loop, *rest)
-
-    def _logged(self) -> list[list[int]]:
-        """Return the ranges of rows in metrics.jsonl up to the complete step, whose row is written
-        before the checkpoint is complete."""
-        earlier = self.start.logged
-        first = self.start.logs_from
-        last = self.position.step
-        if first is None or first > last:
-            return earlier
-        if earlier and earlier[-1][1] + 1 == first:
-            return [*earlier[:-1], [earlier[-1][0], last]]
-        return [*earlier, [first, last]]
 
     # ------------------------------------------------------------ finish
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.run_directory import ownership
 
 INPUTS = ("train.parquet", "model_hf", "my_notes.txt", "run.lock")
@@ -238,59 +237,6 @@ def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     ownership.drop_observations(tmp_path, 3, math.inf)
     ownership.drop_observations(tmp_path, 0, 1)
     assert names(tmp_path / "observations") == {"step_000002_1.jsonl", "step_other_0.jsonl"}
-
-
-# ---------------------------------------------------------------- metrics
-
-
-@pytest.mark.parametrize(
-    ("steps", "logged", "fault"),
-    [
-        ([0, 1, 2, 3, 4], [[0, 3]], None),
-        ([4, 5, 6], [[4, 5]], None),
-        ([1, 2, 5, 6], [[1, 2], [5, 6]], None),
-        ([], [], None),
-        ([0, 1, 2, 3, 4], [[3, 4]], None),  # steps 0 to 2 are of a version that did not record them
-        ([1, 2, 3], [[1, 6]], "lacks the row of step 4 (3 of 6 rows are missing)"),
-        ([1, 2, 4], [[1, 4]], "lacks the row of step 3"),
-        ([2, 3], [[0, 3]], "lacks the row of step 0"),
-        ([1, 2, 2, 3], [[1, 3]], "holds a step twice"),
-        ([1, 3, 2], [[1, 3]], "out of order"),
-        ([1, 2, 3, 4, 5, 6], [[1, 2], [5, 6]], "out of order"),
-    ],
-)
-def test_gap_in_the_metrics_is_found(
-    tmp_path: Path, steps: list[int], logged: list[list[int]], fault: str | None
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        "".join(json.dumps({"step": n, "run_id": "first"}) + "\n" for n in steps)
-        + '{"step": 9, "cut'
-    )
-    if fault is None:
-        check_metrics(path, "first", logged)
-        return
-    with pytest.raises(UserError) as error:
-        check_metrics(path, "first", logged)
-    assert (
-        fault in str(error.value)
-        and "resume_path" in str(error.value)
-        and "\n" not in str(error.value)
-    )
-
-
-def test_rows_of_another_run_are_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with pytest.raises(UserError, match="lacks the row of step 1"):
-        check_metrics(path, "first", [[1, 2]])
-    path.write_text(
-        "".join(
-            json.dumps({"step": n, "run_id": run}) + "\n"
-            for n, run in ((1, "first"), (2, "second"))
-        )
-    )
-    with pytest.raises(UserError, match="rows of another run, second, beside rows of first"):
-        check_metrics(path, "first", [[1, 2]])
 
 
 # ---------------------------------------------------------------- names
