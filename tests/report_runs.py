@@ -208,13 +208,17 @@ def write_samples(root: Path, step: int) -> None:
     """Write two generations of the validation after a step, and of the step."""
     generations = root / "generations"
     generations.mkdir(exist_ok=True)
-    texts = [
-        f"[prompt] <|user|>What is {n} + {n}?\nAnswer briefly.<|assistant|>\n[response] At step "
-        f"{step}: {2 * n}\n\n"
-        f"Done.\n[ground truth] {2 * n}\n[score] {float(n % 2)}\n"
+    rows = [
+        {
+            "input": f"<|user|>What is {n} + {n}?\nAnswer briefly.<|assistant|>",
+            "output": f"At step {step}: {2 * n}\n\nDone.",
+            "gts": 2 * n,
+            "score": float(n % 2),
+            "step": step,
+        }
         for n in (3, 4)
     ]
-    (generations / f"step_{step:06d}.txt").write_text("\n".join(texts))
+    write_lines(generations / f"{step}.jsonl", rows)
     folder = root / "train_generations"
     folder.mkdir(exist_ok=True)
     row = {

@@ -3,7 +3,6 @@ written there, and what is missing or cut is left out and named. No torch here."
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -22,8 +21,6 @@ from rlhf_mc.runtime.namespaces import namespace_id
 State = Literal["finished", "running", "stopped", "failed", "died"]
 MAX_SAMPLE_STEPS = 12
 """Steps of a run whose generations are read; of more, some between the first and the last."""
-_MARKS = ("[prompt] ", "\n[response] ", "\n[ground truth] ", "\n[score] ", "\n")
-_TURN = re.compile(r"\n\[(response|observation)\] ")
 
 
 @dataclass(frozen=True)
@@ -121,8 +118,8 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
         nonfinite_steps=sorted(
             _number_in(path.name) for path in root.glob(run_files.NONFINITE_FILE.format("*"))
         ),
-        validation=_samples(root / run_files.GENERATIONS, "step_*.txt", sample_steps, problems),
-        training=_samples(root / run_files.TRAIN_GENERATIONS, "*.jsonl", sample_steps, problems),
+        validation=_samples(root / run_files.GENERATIONS, sample_steps, problems),
+        training=_samples(root / run_files.TRAIN_GENERATIONS, sample_steps, problems),
         phases=_phases(root / run_files.PROFILE, problems),
         problems=problems,
     )
@@ -215,19 +212,15 @@ def _by_step(rows: Sequence[Row]) -> list[Row]:
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
-def _samples(folder: Path, pattern: str, most: int, problems: list[str]) -> dict[int, list[Sample]]:
-    """Return the samples of at most `most` steps, by the number in the name of their file."""
+def _samples(folder: Path, most: int, problems: list[str]) -> dict[int, list[Sample]]:
+    """Return the samples of at most `most` steps, by the number in the name of their file, which
+    samples.write_samples has written."""
     samples_by_step = {}
-    paths = sorted(folder.glob(pattern), key=lambda path: _number_in(path.name))
+    paths = sorted(folder.glob("*.jsonl"), key=lambda path: _number_in(path.name))
     for path in evenly_spaced(paths, most):
-        name = f"{folder.name}/{path.name}"
-        samples = (
-            _text_samples(path, name, problems)
-            if path.suffix == ".txt"
-            else _json_samples(path, name, problems)
-        )
-        if samples:
-            samples_by_step[_number_in(path.name)] = samples
+        rows = _rows(path, problems, name=f"{folder.name}/{path.name}")
+        if rows:
+            samples_by_step[_number_in(path.name)] = [_sample(row) for row in rows]
     return samples_by_step
 
 
@@ -240,41 +233,10 @@ def evenly_spaced(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(i * distance)] for i in range(most)] if most > 1 else list(items[-1:])
 
 
-def _text_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
-    """Return the samples of a file that evaluate.write_generations has written, in one pass over
-    its text."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace") + "\n"
-    except OSError as error:
-        problems.append(f"{name} cannot be read: {error_reason(error)}")
-        return []
-    samples: list[Sample] = []
-    position = 0
-    while (position := text.find(_MARKS[0], position)) >= 0:
-        parts = []
-        for mark, after in itertools.pairwise(_MARKS):
-            start = position + len(mark)
-            position = text.find(after, start)
-            if position < 0:
-                problems.append(f"{name} is cut after {len(samples)} generations")
-                return samples
-            parts.append(text[start:position])
-        first, *marked = _TURN.split(parts[1])
-        turns = [("response", first), *zip(marked[::2], marked[1::2], strict=True)]
-        if any(kind != ("response", "observation")[i % 2] for i, (kind, _) in enumerate(turns)):
-            turns = [("response", parts[1])]  # the marks are of the response itself
-        samples.append(Sample(parts[0], turns, parts[2], _float(parts[3])))
-    return samples
-
-
-def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
-    """Return the samples of a file that samples.write_samples has written."""
-    samples = []
-    for row in _rows(path, problems, name=name):
-        texts = (str(row.get("input", "")), _turns(row), str(row.get("gts", "")))
-        score, length = (finite_or_none(row.get(key)) for key in ("score", "length"))
-        samples.append(Sample(*texts, score, length, row.get("tokens") or {}))
-    return samples
+def _sample(row: Row) -> Sample:
+    texts = (str(row.get("input", "")), _turns(row), str(row.get("gts", "")))
+    score, length = (finite_or_none(row.get(key)) for key in ("score", "length"))
+    return Sample(*texts, score, length, row.get("tokens") or {})
 
 
 def _turns(row: Row) -> list[tuple[str, str]]:
@@ -297,10 +259,3 @@ def _number_in(name: str) -> int:
     """Return the number in the name of a file; 0 without one."""
     digits = re.search(r"\d+", name)
     return int(digits[0]) if digits else 0
-
-
-def _float(text: str) -> float | None:
-    try:
-        return finite_or_none(float(text))
-    except ValueError:
-        return None

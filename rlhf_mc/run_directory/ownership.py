@@ -183,11 +183,10 @@ def drop_later(root: Path, step: int) -> list[str]:
     ):
         if (root / name).exists():
             keep(root / name, step)
-    generations = (root / run_files.GENERATIONS).glob("step_*.txt")
-    for path in (*generations, *(root / run_files.TRAIN_GENERATIONS).glob("*.jsonl")):
-        number = path.stem.removeprefix("step_")
-        if number.isdecimal() and int(number) > step:
-            path.unlink()
+    for name in (run_files.GENERATIONS, run_files.TRAIN_GENERATIONS):
+        for path in (root / name).glob("*.jsonl"):
+            if path.stem.isdecimal() and int(path.stem) > step:
+                path.unlink()
     lines = []
     for path in (root / HF, *(root / EXPORT).glob("global_step_*")):
         exported = _read(path).get("step")

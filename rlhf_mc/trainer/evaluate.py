@@ -1,8 +1,7 @@
-"""Validation: responses to the validation prompts, their scores, metrics, samples as text."""
+"""Validation: responses to the validation prompts, their scores, metrics, samples."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -12,11 +11,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, Responses
-from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.rewards.results import Score, turn_counts
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.run_directory import ownership
@@ -32,7 +29,7 @@ from rlhf_mc.trainer.pool.generate import (
     update_weights,
 )
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.samples import keep_samples, split_turns
+from rlhf_mc.trainer.samples import keep_samples
 from rlhf_mc.trainer.scores import GroupScores, ScoreStream
 from rlhf_mc.trainer.step_state import StepState
 
@@ -73,11 +70,6 @@ class Validation:
             **{f"val-aux/{source}/num_failed": count for source, count in sorted(failed.items())},
         }
 
-    def texts(self, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
-        """Return the first `count` responses as readable texts."""
-        rows = zip(self.prompts, self.generations.token_ids(), self.scores, strict=True)
-        return [_as_text(*row, tokenizer) for row in itertools.islice(rows, count)]
-
 
 def evaluate(run: Run) -> Validation:
     """Generate rollout.val_kwargs.n responses to each validation prompt and score them. Every rank
@@ -100,25 +92,6 @@ def evaluate(run: Run) -> Validation:
     generations = EngineCall(run, plan, parameters, GroupScores(stream, sampling.n)).sample()
     stream.submit({})  # those that waited for all
     return Validation(rows, generations, stream.collect())
-
-
-def _as_text(
-    prompt: Prompt, token_ids: list[int], score: Score, tokenizer: PreTrainedTokenizerBase
-) -> str:
-    text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-    turns = split_turns(tokenizer, token_ids, score.episode)
-    response = "\n".join(f"[{kind}] {part}" for kind, part in turns)
-    return (
-        f"[prompt] {text}\n{response}\n[ground truth] {prompt.ground_truth}\n[score] "
-        f"{score.score}\n"
-    )
-
-
-def write_generations(directory: Path, step: int, texts: Sequence[str]) -> None:
-    """Write the samples to generations/step_<n>.txt."""
-    path = directory / GENERATIONS / f"step_{step:06d}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
 
 
 def write_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -278,15 +251,18 @@ def validate(run: Run, state: StepState) -> float:
         ownership.VALIDATION if cfg.trainer.val_only else ""
     )
     if run.groups.rank == 0:
-        texts = result.texts(run.tokenizer, cfg.trainer.log_val_generations)
-        best_effort("generations/", lambda: write_generations(directory, state.step, texts))
         responses = result.generations.token_ids()
-        keep_samples(
-            run.tokenizer,
-            cfg.trainer.validation_data_dir,
-            state.step,
-            result.prompts,
-            responses,
-            result.scores,
-        )
+        some = slice(cfg.trainer.log_val_generations)
+        for folder, rows in (
+            (str(directory / GENERATIONS), some),
+            (cfg.trainer.validation_data_dir, slice(None)),
+        ):
+            keep_samples(
+                run.tokenizer,
+                folder,
+                state.step,
+                result.prompts[rows],
+                responses[rows],
+                result.scores[rows],
+            )
     return result.accuracy

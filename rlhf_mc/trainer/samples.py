@@ -212,9 +212,9 @@ def keep_samples(
     scores: list[Score],
     batch: RaggedBatch | None = None,
 ) -> None:
-    """Write all generations to <directory>/<step>.jsonl, unless there is none. Only rank 0 calls
-    it."""
-    if directory is not None:
+    """Write generations, if there are any, to <directory>/<step>.jsonl; None: nowhere. Only rank 0
+    calls it."""
+    if directory is not None and prompts:
         root = Path(directory)
         best_effort(
             directory,

@@ -218,7 +218,7 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
             )
             steps.append(dict(state.metrics))
         evaluate.validate(run, state)
-        samples = Path(run.config.trainer.default_local_dir) / "generations/step_000002.txt"
+        samples = Path(run.config.trainer.default_local_dir) / "generations/2.jsonl"
         dist.barrier()
         return {"steps": steps, "samples": samples.read_text(), "prompt_tokens": prompt_tokens}
 

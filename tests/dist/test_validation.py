@@ -130,7 +130,7 @@ def test_validation_alone_changes_no_file_of_the_run(pool: Any, tmp_path: Path) 
 
     def validated(step: int) -> dict[str, float]:
         metrics = json.loads((root / "validation" / f"step_{step:06d}.json").read_text())
-        assert (root / "validation" / "generations" / f"step_{step:06d}.txt").exists()
+        assert (root / "validation" / "generations" / f"{step}.jsonl").exists()
         return {key: value for key, value in metrics.items() if key.startswith("val-")}
 
     # In an empty directory: the initial weights. A run that begins there later leaves the

@@ -153,8 +153,8 @@ def test_all_results_are_written(
     events.Reload()
     assert len(events.Scalars("critic/score/mean")) == len(rows) - 1
     assert (run_dir / "export" / "global_step_5" / "model.safetensors").is_file()  # export_freq
-    samples = sorted((run_dir / "generations").glob("step_*.txt"))
-    assert len(samples) >= 2 and "[response]" in samples[-1].read_text()
+    samples = list((run_dir / "generations").glob("*.jsonl"))
+    assert len(samples) >= 2 and all('"output": ' in path.read_text() for path in samples)
     train, val = (pq.read_table(quickstart_made / f"{name}.parquet") for name in ("train", "val"))
     assert train.num_rows > val.num_rows > 0
     assert undeclared({key for row in rows for key in row} - {"step", "run_id"}) == []

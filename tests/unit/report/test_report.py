@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -148,38 +147,12 @@ def test_line_separators_within_a_text_cut_no_line(tmp_path: Path) -> None:
     assert [line for line, _ in read_rows(tmp_path / "health.jsonl")] == [whole]
 
 
-def test_generations_are_read_in_one_pass(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    folder = tmp_path / "generations"
-    folder.mkdir()
-    texts = ["[prompt] a\n[response] b\n[response] c\n[ground truth] 1\n[score] 0.5\n"] * 2
-    (folder / "step_1.txt").write_text(
-        "\n".join(texts) + "\n[prompt] x\n[response] y\n[ground truth] z" * 20_000
-    )
-    start = time.process_time()
-    run = read_run(tmp_path)
-    assert time.process_time() - start < 1
-    sample = run.validation[1][1]
-    assert (sample.prompt, sample.turns[0][1], sample.ground_truth, sample.score) == (
-        "a",
-        "b\n[response] c",
-        "1",
-        0.5,
-    )
-    assert (
-        len(run.validation[1]) == 2
-        and "generations/step_1.txt is cut after 2 generations" in run.problems
-    )
-
-
 def test_cut_lines_and_unreadable_files_are_named_and_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(
         b'{"step": 1, "a": 1}\n{"step": 2, "a"\n{"step": 2, "a": 3}\n{"no": 1}\n\xff\n{"step": 1, '
         b'"a": 5}\n{"step": 3, '
     )
     (tmp_path / "histograms.jsonl").mkdir()
-    (tmp_path / "generations").mkdir()
-    (tmp_path / "generations" / "step_000003.txt").write_text("[prompt] cut in the mid")
     (tmp_path / "profile" / "step_1").mkdir(parents=True)
     (tmp_path / "profile" / "step_1" / "phases.json").write_text("[1")
     run = read_run(tmp_path)

@@ -206,7 +206,7 @@ def test_input_that_would_be_moved_is_rejected(tmp_path: Path) -> None:
 def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     write_run(tmp_path)
     for number in (2, 3):
-        (tmp_path / "generations" / f"step_{number:06d}.txt").write_text("sample")
+        (tmp_path / "generations" / f"{number}.jsonl").write_text("sample")
         (tmp_path / "train_generations" / f"{number}.jsonl").write_text("sample")
         (tmp_path / "export" / f"global_step_{number}").mkdir()
         (tmp_path / "export" / f"global_step_{number}" / "run.json").write_text(
@@ -223,7 +223,7 @@ def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
         (tmp_path / "observations" / name).touch()
     lines = ownership.drop_later(tmp_path, 2)
     assert len(lines) == 2 and all("is of step 3, later than 2" in line for line in lines)
-    assert names(tmp_path / "generations") == {"file", "step_000002.txt"}
+    assert names(tmp_path / "generations") == {"file", "2.jsonl"}
     assert names(tmp_path / "train_generations") == {"file", "2.jsonl"}
     assert (tmp_path / "histograms.jsonl").read_text() == '{"step": 1}\n'
     assert names(tmp_path / "export") == {
