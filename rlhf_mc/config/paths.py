@@ -45,7 +45,7 @@ INPUT_FILES = (
 )
 OUTPUT = "trainer.default_local_dir"
 _REQUIRED = ("data.train_files", "model.path", OUTPUT)
-OTHER_OUTPUTS = ("data.cache_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+OTHER_OUTPUTS = ("trainer.rollout_data_dir", "trainer.validation_data_dir")
 """Directories that are created when something is written to them."""
 _REPLACED = ("hf", "export")
 """Directories inside OUTPUT that a run replaces. None of its inputs may be in them."""

@@ -116,10 +116,6 @@ class DataConfig:
     tokenizer's. null: the tokenizer's."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments for the chat template."""
-    cache_dir: str | None = None
-    """Directory of tokenised prompts, for a quick start. An entry's name is a hash of the file's
-    content, tokenizer, template and settings, so that several runs can share the directory. null:
-    every start tokenises."""
 
 
 @dataclass

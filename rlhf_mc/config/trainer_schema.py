@@ -76,7 +76,8 @@ class TrainerConfig:
     """Steps between exports of the actor as a Hugging Face checkpoint to export/global_step_<n>/;
     -1: none. After the last step the actor is always exported to hf/."""
     log_val_generations: FreeOnResume[CountOrZero] = 8
-    """Number of validation generations that are written as text at each validation."""
+    """Number of generations of each validation that are written to
+    default_local_dir/generations/<step>.jsonl."""
     log_train_generations: FreeOnResume[CountOrZero] = 8
     """Number of generations that are kept of the first training step and of every tenth one, in
     default_local_dir/train_generations/<step>.jsonl, of each prompt up to 4 first: texts, scores,

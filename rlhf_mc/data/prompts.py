@@ -16,25 +16,35 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import NodeError, UserError, error_prefix
 from rlhf_mc.config.schema import DataConfig
-from rlhf_mc.data import cache
-from rlhf_mc.data.cache import Counts, Tokens
 from rlhf_mc.data.dataset import FilePrompts, Prompts
 from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, ColumnError, Rows, digest, open_rows
 from rlhf_mc.data.tokenise import RowTokenizer, TooLongError
 from rlhf_mc.runtime.console import global_rank
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import (
-    all_ranks,
     gather_objects,
     my_share,
     on_every_rank,
-    ranks_per_node,
 )
 
 logger = logging.getLogger(__name__)
 
 NAMED = 3
 """Bad rows that a warning names; the others are counted."""
+
+
+@dataclass
+class Counts:
+    """Numbers of rows of a file: all, and those that are dropped, truncated or skipped."""
+
+    num_rows: int = 0
+    num_overlong: int = 0
+    """Dropped: longer than data.max_prompt_length."""
+    num_truncated: int = 0
+    num_bad: int = 0
+    """Skipped: cannot be used."""
+    problems: list[str] = field(default_factory=list)
+    """Problems of the first bad rows: "row 3: ...", without the file's name."""
 
 
 def load_prompts(
@@ -58,31 +68,23 @@ def load_prompts(
 
     Each rank renders and tokenises a consecutive part of each file's rows, and the tokens are
     gathered: every rank must call it, and has the same prompts, or raises the same error, as a
-    process alone. With cfg.cache_dir the tokens of a file are read from the cache if all ranks have
-    its entry. with_messages: Prompt.messages is kept."""
+    process alone. with_messages: Prompt.messages is kept."""
     rows_to_tokens = RowTokenizer(tokenizer, cfg, by_rule)
     prompts: list[FilePrompts] = []
     total = Counts()
     for file in files:
         most_rows = None if max_samples < 0 else max_samples - total.num_rows
         where = f"{key} {file}"
-        all_rows, content = _open(where, file, cfg, by_rule)
-        rows = all_rows.first(most_rows)
-        entry = cache.cache_key(content, tokenizer, cfg, by_rule, most_rows)
-        tokens = _cached(cfg.cache_dir, entry)
-        if tokens is None:
-            share = _tokenised_share(where, rows, rows_to_tokens, cfg)
-            tokens = _gathered(share, len(rows))
-            if cfg.cache_dir is not None and global_rank() % ranks_per_node() == 0:
-                cache.write(cfg.cache_dir, entry, tokens)
-        _warn(where, tokens.counts, cfg)
-        total.num_rows += tokens.counts.num_rows
-        total.num_bad += tokens.counts.num_bad
+        rows = _open(where, file, cfg, by_rule).first(most_rows)
+        share = _tokenised_share(where, rows, rows_to_tokens, cfg)
+        arrays, counts = _gathered(share, len(rows))
+        _warn(where, counts, cfg)
+        total.num_rows += counts.num_rows
+        total.num_bad += counts.num_bad
         messages_key = cfg.prompt_key if with_messages else None
         source = rows.keep(
             (cfg.reward_fn_key, REFERENCE, EXTRA, *([messages_key, AGENT] if messages_key else []))
         )
-        arrays = (tokens.tokens, tokens.lens, tokens.rows)
         prompts.append(FilePrompts(*arrays, source, cfg.reward_fn_key, where, messages_key))
     _check_any(f"{key} {', '.join(files)}", sum(len(file.lens) for file in prompts), total, cfg)
     return Prompts(prompts)
@@ -121,9 +123,9 @@ def _warn(where: str, counts: Counts, cfg: DataConfig) -> None:
 # ---------------------------------------------------------------- one file
 
 
-def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> tuple[Rows, str]:
-    """Return the rows of a file, and its SHA-256. Raise the same UserError on every rank if one
-    cannot read it, or has another file. Every rank must call it."""
+def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> Rows:
+    """Return the rows of a file. Raise the same UserError on every rank if one cannot read it, or
+    has another file. Every rank must call it."""
 
     def read() -> tuple[Rows, str]:
         with error_prefix(f"{where}:"):
@@ -137,15 +139,7 @@ def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> tuple[Rows, 
                 f"{where}: {sizes[0]} rows on rank 0 and {num_rows} on rank {rank}, SHA-256"
                 f" {contents[0][:8]} and {other[:8]}; every node must have the same file"
             )
-    return rows, content
-
-
-def _cached(directory: str | None, entry: str) -> Tokens | None:
-    """Return an entry of the cache if all ranks have it. Every rank must call it."""
-    if directory is None:
-        return None
-    tokens = cache.read(directory, entry)
-    return tokens if all_ranks(tokens is not None) else None
+    return rows
 
 
 @dataclass
@@ -222,8 +216,9 @@ def _add_row(
     share.rows.append(number)
 
 
-def _gathered(share: _Share, num_rows: int) -> Tokens:
-    """Return the prompts of all ranks' shares of one file. Every rank must call it."""
+def _gathered(share: _Share, num_rows: int) -> tuple[list[np.ndarray], Counts]:
+    """Return the prompts of all ranks' shares of one file, as in FilePrompts: tokens, lens and
+    rows. Every rank must call it."""
     shares = gather_objects(share)
     if failed := [other for other in shares if other.error is not None]:
         raise cast(UserError, min(failed, key=lambda other: other.order).error)
@@ -238,4 +233,4 @@ def _gathered(share: _Share, num_rows: int) -> Tokens:
         sum(other.counts.num_bad for other in shares),
         [problem for other in shares for problem in other.counts.problems][:NAMED],
     )
-    return Tokens(joined("tokens"), joined("lens"), joined("rows"), counts)
+    return [joined(name) for name in ("tokens", "lens", "rows")], counts

@@ -1,12 +1,10 @@
 """Files of prompts: JSONL, columns that may be absent, bad rows, truncation, templates from a file,
-the cache of tokens, files with sampling weights."""
+files with sampling weights."""
 
 from __future__ import annotations
 
-import io
 import json
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,6 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.config.schema import Config, ModelConfig, TrainerConfig
 from rlhf_mc.data import tokenise
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.data.order import PromptOrder, check_weights, draws_of_files
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
@@ -357,109 +354,6 @@ def test_template_from_a_file(tmp_path: Path) -> None:
         UserError, match=r"data.chat_template_path /nowhere: cannot be read \(No such file"
     ):
         load_tokenizer(plain, chat_template_path="/nowhere")
-
-
-# ---------------------------------------------------------------- cache
-
-
-class Refused(Exception):
-    """A row was tokenised."""
-
-
-def refuse(*arguments: Any) -> None:
-    raise Refused
-
-
-def test_second_start_reads_the_cache(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    path = tmp_path / "a.parquet"
-    rows = [make_row(c) for c in ("1", "12", "1" * 50)] + [{**make_row(), "prompt": None}]
-    write_table(path, rows)
-    settings: dict[str, Any] = {
-        "max_prompt_length": 20,
-        "filter_overlong_prompts": True,
-        "on_bad_row": "skip",
-    }
-    settings["cache_dir"] = str(tmp_path / "cache")
-
-    def load(**changes: Any) -> Prompts:
-        cfg = data_config(**{**settings, **changes})
-        return load_prompts([str(path)], tokenizer, cfg, -1)
-
-    first = contents(load())
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(tokenise.RowTokenizer, "tokens", refuse)
-        caplog.clear()
-        assert contents(load()) == first
-        assert "1 of 4 prompts dropped" in caplog.text and "1 of 4 rows skipped" in caplog.text
-        path.write_bytes(path.read_bytes())
-        assert contents(load()) == first, "another time of change, the same content"
-        for changes in (
-            {"max_prompt_length": 21},
-            {"apply_chat_template_kwargs": {"shout": True}},
-            {"cache_dir": None},
-        ):
-            with pytest.raises(Refused):
-                load(**changes)
-        write_table(path, [make_row("9"), *rows[1:]])
-        with pytest.raises(Refused):
-            load()
-    assert [rendered(p, tokenizer) for p in load()] == [
-        "<user>9<end><assistant>",
-        "<user>12<end><assistant>",
-    ]
-
-
-def test_corrupt_cache_is_not_used(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_table(tmp_path / "a.parquet", [make_row(str(i)) for i in range(20)])
-    cfg = data_config(cache_dir=str(tmp_path / "cache"))
-    first = contents(load_prompts([path], tokenizer, cfg, -1))
-    (entry,) = (tmp_path / "cache").iterdir()
-    whole = entry.read_bytes()
-    middle = len(whole) // 2
-    archive = whole[whole.index(b"PK") :]
-    with np.load(io.BytesIO(archive)) as content:
-        arrays = dict(content)
-
-    def with_arrays(**changed: np.ndarray) -> bytes:
-        buffer = io.BytesIO()
-        np.savez(buffer, **{**arrays, **changed})  # type: ignore[arg-type]
-        return whole.removesuffix(archive) + buffer.getvalue()
-
-    rolled = with_arrays(tokens=np.roll(arrays["tokens"], 1))
-    nested = with_arrays(about=np.frombuffer(b"[" * 9999, np.uint8))
-    other = write_table(tmp_path / "b.parquet", [make_row("9")])
-    list(load_prompts([other], tokenizer, cfg, -1))
-    (of_another_name,) = (
-        file.read_bytes() for file in (tmp_path / "cache").iterdir() if file != entry
-    )
-    for corrupt in (
-        b"",
-        whole[:-30],
-        whole[:middle] + b"\xff" * 9 + whole[middle + 9 :],
-        rolled,
-        nested,
-        of_another_name,
-        None,
-    ):
-        if corrupt is None:
-            entry.unlink()
-            os.mkfifo(entry)
-        else:
-            entry.write_bytes(corrupt)
-        assert contents(load_prompts([path], tokenizer, cfg, -1)) == first
-        assert f"{entry} cannot be used, its rows are tokenised anew" in capsys.readouterr().err
-        assert entry.is_file() and entry.read_bytes() == whole
-    (tmp_path / "file").write_text("")
-    unwritable = data_config(cache_dir=str(tmp_path / "file"))
-    assert contents(load_prompts([path], tokenizer, unwritable, -1)) == first
-    assert "cannot be written, the next start tokenises again" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- sampling weights
