@@ -26,7 +26,6 @@ from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
-from rlhf_mc.trainer.token_budget import my_micro_batches
 
 VARIANTS = ("trainable", "frozen")
 
@@ -97,7 +96,7 @@ def main() -> None:
                     ) -> None:
                         out[variant] = engine.score(
                             batch,
-                            my_micro_batches(engine, batch, 1 << 20),
+                            engine.micro_batches(batch, 1 << 20),
                             log_prob_head(args.vocab, 1.0),
                         )
 
