@@ -29,7 +29,6 @@ if __name__ == "__main__":
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, read_settings
-from rlhf_mc.planner.comparison import compare_with_megatron
 from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, Machine, parse_gpu
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.lengths import Lengths, expected_lengths
@@ -39,6 +38,7 @@ from rlhf_mc.planner.report import (
     NO_TIMES,
     as_json,
     check_new_file,
+    compare_with_megatron,
     host_table,
     search_json,
     search_table,
