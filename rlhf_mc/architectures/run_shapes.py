@@ -3,7 +3,9 @@ here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhf_mc import json_files
 from rlhf_mc.architectures.families import FAMILIES
@@ -43,26 +45,39 @@ def _shape(
     """Return the shape of the model of config.json in the directory that the setting `key` names.
     Raise NodeError if the file is unreadable, UserError if the model is not supported (by the
     rollout engine, for_rollout)."""
-    path = Path(directory) / "config.json"
     with error_prefix(f"{key}:"):
-        try:
-            content = json_files.read(path)
-        except OSError as error:
-            raise NodeError(f"{path} cannot be read ({error_reason(error)})") from error
-        except ValueError as error:
-            raise NodeError(f"{path} is not valid JSON ({error})") from error
-        if not isinstance(content, dict):
-            raise NodeError(f"{path} is not a JSON object")
-        try:
-            shape = ModelShape.from_hf_config(content, value_head=value_head)
-            if for_rollout:
-                check_architecture(content, shape.family, FAMILIES[shape.family].architecture)
-            return shape
-        except UserError as error:
-            message = str(error)
-            raise UserError(
-                f"{directory}/{message}" if message.startswith("config.json") else message
-            ) from None
+        config = read_json_object(Path(directory) / "config.json")
+        return described_shape(directory, config, value_head, for_rollout)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raise NodeError if there is none."""
+    try:
+        content = json_files.read(path)
+    except OSError as error:
+        raise NodeError(f"{path} cannot be read ({error_reason(error)})") from error
+    except ValueError as error:
+        raise NodeError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise NodeError(f"{path} is not a JSON object")
+    return content
+
+
+def described_shape(
+    directory: str, config: Mapping[str, Any], value_head: bool, for_rollout: bool = False
+) -> ModelShape:
+    """Return the shape of the model of a config.json. Raise UserError if it is not supported, by
+    the rollout engine too with for_rollout. directory: of the file, for messages."""
+    try:
+        shape = ModelShape.from_hf_config(config, value_head=value_head)
+        if for_rollout:
+            check_architecture(config, shape.family, FAMILIES[shape.family].architecture)
+        return shape
+    except UserError as error:
+        message = str(error)
+        raise UserError(
+            f"{directory}/{message}" if message.startswith("config.json") else message
+        ) from None
 
 
 def router_replay(cfg: Config, actor: ModelShape) -> RouterReplayMode:

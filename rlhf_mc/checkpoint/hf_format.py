@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rlhf_mc import json_files
 from rlhf_mc.architectures.packed_experts import ExpertPart, part_of_file, stored_shapes
+from rlhf_mc.architectures.run_shapes import described_shape, read_json_object
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import check_finite, check_not_zero, num_not_finite
 from rlhf_mc.checkpoint.packed_tensors import ExpertSlice
-from rlhf_mc.config.errors import UserError, error_reason, first_line
+from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import Layout, correction_biases, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
@@ -108,7 +108,7 @@ class HFReader:
             )
 
     def _read_index(self) -> dict[str, str]:
-        weight_map = _read_json(self.directory / INDEX).get("weight_map")
+        weight_map = read_json_object(self.directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(f, str) and Path(f).name == f for f in weight_map.values()
         ):
@@ -286,7 +286,7 @@ def copy_assets(source: Path, target: Path) -> list[str]:
 
 def read_config(directory: str | os.PathLike[str], name: str = "config.json") -> dict[str, Any]:
     """Return a JSON file of a directory, which need not have weights."""
-    return _read_json(Path(directory) / name)
+    return read_json_object(Path(directory) / name)
 
 
 def read_shape(directory: str | os.PathLike[str], value_head: bool = False) -> ModelShape:
@@ -296,31 +296,13 @@ def read_shape(directory: str | os.PathLike[str], value_head: bool = False) -> M
 
 
 def _shape(directory: Path, config: dict[str, Any], value_head: bool) -> ModelShape:
-    try:
-        shape = ModelShape.from_hf_config(config, value_head)
-    except UserError as error:
-        message = str(error)
-        raise UserError(
-            f"{directory}/{message}" if message.startswith("config.json") else message
-        ) from None
+    shape = described_shape(str(directory), config, value_head)
     if (directory / QUANTIZATION).exists():
         raise UserError(
             f"{directory}/{QUANTIZATION}: quantized weights are not supported, and vLLM reads this "
             "file"
         )
     return shape
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json_files.read(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error_reason(error)})") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return content
 
 
 def _are_equal(first: Any, second: Any) -> bool:

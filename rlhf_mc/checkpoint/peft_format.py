@@ -16,12 +16,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rlhf_mc import json_files
 from rlhf_mc.architectures.lora import Lora, is_a
 from rlhf_mc.architectures.packed_experts import file_name
+from rlhf_mc.architectures.run_shapes import read_json_object
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import num_not_finite
-from rlhf_mc.config.errors import UserError, error_reason, first_line
+from rlhf_mc.config.errors import UserError, error_prefix, first_line
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes
 from rlhf_mc.reshard.plan import make_plan
@@ -107,13 +107,9 @@ def read_adapters(
 
 def _check_config(key: str, directory: Path, lora: Lora) -> None:
     path = directory / CONFIG
-    try:
-        config = json_files.read(path)
-    except OSError as error:
-        raise UserError(f"{key}: {path} cannot be read ({error_reason(error)})") from error
-    except ValueError as error:
-        raise UserError(f"{key}: {path} is not valid JSON ({error})") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    with error_prefix(f"{key}:"):
+        config = read_json_object(path)
+    if config.get("peft_type") != "LORA":
         raise UserError(f"{key}: {path} is not of a LoRA adapter: peft_type must be LORA")
     for name in _OTHER_METHODS:
         if config.get(name):

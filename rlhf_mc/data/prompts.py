@@ -29,6 +29,7 @@ from rlhf_mc.topology.consensus import (
 
 logger = logging.getLogger(__name__)
 
+_Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 NAMED = 3
 """Bad rows that a warning names; the others are counted."""
 
@@ -216,7 +217,7 @@ def _add_row(
     share.rows.append(number)
 
 
-def _gathered(share: _Share, num_rows: int) -> tuple[list[np.ndarray], Counts]:
+def _gathered(share: _Share, num_rows: int) -> tuple[_Arrays, Counts]:
     """Return the prompts of all ranks' shares of one file, as in FilePrompts: tokens, lens and
     rows. Every rank must call it."""
     shares = gather_objects(share)
@@ -233,4 +234,4 @@ def _gathered(share: _Share, num_rows: int) -> tuple[list[np.ndarray], Counts]:
         sum(other.counts.num_bad for other in shares),
         [problem for other in shares for problem in other.counts.problems][:NAMED],
     )
-    return [joined(name) for name in ("tokens", "lens", "rows")], counts
+    return (joined("tokens"), joined("lens"), joined("rows")), counts

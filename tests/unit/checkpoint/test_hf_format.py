@@ -184,8 +184,8 @@ def empty_directory(directory: Path) -> None:
         (empty_directory, "model.safetensors: not a readable safetensors file"),
         (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (only_bin, r"only safetensors weights are read \(there is pytorch_model\.bin\)"),
-        (lambda d: (d / "config.json").write_text("{"), "config.json: not valid JSON"),
-        (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda d: (d / "config.json").unlink(), "config.json cannot be read"),
         (
             to_shards({NORM: "b.safetensors"}),
             r"b\.safetensors: missing, though .*index.json names it",
