@@ -257,7 +257,7 @@ TOKENS: dict[str, list[Any]] = {
     "ref_log_probs": [-0.5, -1.0, -2.0, -0.1, None, -1.0, -0.25, -0.125],
     "values": [0.1, 0.2, 0.3, 0.4, None, 0.5, 0.6, 0.7],
     "advantages": [2.0, 1.0, 0.25, -0.5, None, -1.0, -2.0, None],
-    "kept": [1, 1, 0, 1, None, 1, 1, 1],
+    "loss_mask": [1, 1, 0, 1, None, 1, 1, 1],
 }
 """Of a response with one turn of an environment, and of hostile texts."""
 OWN_TOKENS: dict[str, list[Any]] = {

@@ -27,7 +27,7 @@ def aggregation_weights(
     response_lens: torch.Tensor,
     mode: LossAggMode,
     scale_factor: int | None = None,
-    is_kept: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weight of each response token of the WHOLE mini-batch, such that loss = sum_t
     weight_t * loss_t.
@@ -37,18 +37,18 @@ def aggregation_weights(
     * len_s) for seq-mean-token-mean, and
     1 / (S * scale_factor) for seq-mean-token-sum-norm: Dr. GRPO (arXiv 2503.20783), which divides
     by a constant.
-    is_kept: [R] bool. Other tokens have weight 0; R, len_s and S count only kept tokens, and
-    sequences that have some. Without a kept token all weights are 0.
+    loss_mask: [R] bool. Other tokens have weight 0; R, len_s and S count only its tokens, and
+    sequences that have some. Without one all weights are 0.
     """
-    if is_kept is not None:
+    if loss_mask is not None:
         sequence = torch.repeat_interleave(response_lens)
         counts = torch.zeros_like(response_lens).index_add(
-            0, sequence, is_kept.to(response_lens.dtype)
+            0, sequence, loss_mask.to(response_lens.dtype)
         )
         present = counts > 0
-        weights = torch.zeros(len(is_kept))
+        weights = torch.zeros(len(loss_mask))
         if present.any():
-            weights[is_kept] = aggregation_weights(counts[present], mode, scale_factor)
+            weights[loss_mask] = aggregation_weights(counts[present], mode, scale_factor)
         return weights
     num_sequences = len(response_lens)
     match mode:
@@ -71,18 +71,18 @@ def aggregation_weights(
 
 
 def right_token_weights(
-    accuracies: torch.Tensor, response_lens: torch.Tensor, is_kept: torch.Tensor | None = None
+    accuracies: torch.Tensor, response_lens: torch.Tensor, loss_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the weight of each response token of the WHOLE mini-batch in VAPO's language-model
     loss: [R] float32.
 
     accuracies: [S]. The n drawn tokens of the responses of an accuracy of at least 1 have weight
-    1 / n, all others 0. is_kept: as of aggregation_weights; other tokens do not count.
+    1 / n, all others 0. loss_mask: as of aggregation_weights; other tokens do not count.
     """
     is_right = torch.repeat_interleave(accuracies >= 1, response_lens)
-    if is_kept is not None:
-        is_right &= is_kept
-    return aggregation_weights(response_lens, "token-mean", is_kept=is_right)
+    if loss_mask is not None:
+        is_right &= loss_mask
+    return aggregation_weights(response_lens, "token-mean", loss_mask=is_right)
 
 
 @dataclass(frozen=True)

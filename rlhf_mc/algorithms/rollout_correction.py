@@ -121,7 +121,7 @@ def geometric_means(weights: torch.Tensor, response_lens: torch.Tensor) -> torch
     return torch.repeat_interleave(means, response_lens).float()
 
 
-def kept_tokens(
+def accepted_tokens(
     log_ratio: torch.Tensor, response_lens: torch.Tensor, cfg: RolloutCorrectionConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the tokens that no criterion rejects: [R] bool, and metrics of each statistic, and the
@@ -134,7 +134,7 @@ def kept_tokens(
     rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence with a token of rho below
     rollout_token_veto_threshold."""
     log_ratio = log_ratio.double()
-    is_kept = torch.ones(len(log_ratio), dtype=torch.bool)
+    accepted = torch.ones(len(log_ratio), dtype=torch.bool)
     metrics: dict[str, float] = {}
     for name, threshold in zip(cfg.rollout_rs, cfg.rollout_rs_threshold, strict=True):
         statistic, of_sequences = _statistic(name, log_ratio, response_lens)
@@ -144,7 +144,7 @@ def kept_tokens(
             low = -math.log(threshold)
             high = -math.log(cfg.rollout_rs_threshold_lower or 1 / threshold)
         passed = (statistic >= low) & (statistic <= high)
-        is_kept &= passed
+        accepted &= passed
         prefix = f"rollout_rs_{name}"
         judged = statistic if name.startswith("token") else of_sequences
         metrics |= _statistic_metrics(prefix, statistic, of_sequences, judged, (low, high))
@@ -152,15 +152,15 @@ def kept_tokens(
     if cfg.rollout_token_veto_threshold is not None:
         lowest = torch.segment_reduce(log_ratio, "min", lengths=response_lens)
         veto = torch.tensor(cfg.rollout_token_veto_threshold, dtype=torch.float64).log()
-        is_kept &= torch.repeat_interleave(lowest >= veto, response_lens)
-    return is_kept, metrics | _masked_fractions("rollout_rs", is_kept, response_lens)
+        accepted &= torch.repeat_interleave(lowest >= veto, response_lens)
+    return accepted, metrics | _masked_fractions("rollout_rs", accepted, response_lens)
 
 
 def _masked_fractions(
-    prefix: str, is_kept: torch.Tensor, response_lens: torch.Tensor
+    prefix: str, accepted: torch.Tensor, response_lens: torch.Tensor
 ) -> dict[str, float]:
-    """Return the shares of tokens that are not kept, and of sequences with such a token."""
-    masked = (~is_kept).double()
+    """Return the shares of tokens that are rejected, and of sequences with such a token."""
+    masked = (~accepted).double()
     in_sequences = torch.segment_reduce(masked, "max", lengths=response_lens)
     return {
         f"{prefix}_masked_fraction": float(masked.mean()),

@@ -212,8 +212,8 @@ def expert_layers(
         num_experts=num_experts,
         experts_per_token=per_token,
         expert_ffn_hidden_size=ffn,
-        shared_ffn_hidden_size=ffn * hf_config.count(config, "n_shared_experts")
-        or hf_config.count(config, "shared_expert_intermediate_size"),
+        shared_ffn_hidden_size=ffn * hf_config.size_or_zero(config, "n_shared_experts")
+        or hf_config.size_or_zero(config, "shared_expert_intermediate_size"),
         routed_scaling=hf_config.positive(config, "routed_scaling_factor", 1.0),
         norm_topk_prob=flag(config, "norm_topk_prob"),
         **_router_groups(config, num_experts, per_token),
@@ -236,7 +236,7 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
             "mlp_only_layers", listed, f"expected a list of layers from 0 to {num_layers - 1}"
         )
     step = 1 if config.get("decoder_sparse_step") is None else size(config, "decoder_sparse_step")
-    first = hf_config.count(config, "first_k_dense_replace")
+    first = hf_config.size_or_zero(config, "first_k_dense_replace")
     dense = tuple(
         layer
         for layer in range(num_layers)

@@ -281,7 +281,7 @@ def flag(config: Mapping[str, Any], key: str, prefix: str = "") -> bool:
     return bool(value)
 
 
-def count(config: Mapping[str, Any], key: str) -> int:
+def size_or_zero(config: Mapping[str, Any], key: str) -> int:
     """Return the value of a key, 0 if it is missing or null. Raise UserError unless it is a whole
     number of at least
     0."""

@@ -181,7 +181,7 @@ def latent_layers(config: Mapping[str, Any], traits: Mapping[str, Any]) -> list[
         head_dim=size(config, "qk_nope_head_dim") + rope_dim,
         rope_head_dim=rope_dim,
         v_head_dim=size(config, "v_head_dim"),
-        q_lora_rank=hf_config.count(config, "q_lora_rank"),
+        q_lora_rank=hf_config.size_or_zero(config, "q_lora_rank"),
         kv_lora_rank=size(config, "kv_lora_rank"),
     )
     return [block] * size(config, "num_hidden_layers")

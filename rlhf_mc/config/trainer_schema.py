@@ -79,7 +79,7 @@ class TrainerConfig:
     """Number of generations of each validation that are written to
     default_local_dir/generations/<step>.jsonl."""
     log_train_generations: FreeOnResume[CountOrZero] = 8
-    """Number of generations that are kept of the first training step and of every tenth one, in
+    """Number of generations that are written of the first training step and of every tenth one, in
     default_local_dir/train_generations/<step>.jsonl, of each prompt up to 4 first: texts, scores,
     and of the first 512 tokens log-probs, values and advantages."""
     validation_data_dir: FreeOnResume[str | None] = None

@@ -204,7 +204,7 @@ class RaggedBatch:
     of responses that are not trained on are the engine's."""
     is_weights: torch.Tensor | None = None
     """[R] float32: importance weights of the policy loss; None: 1."""
-    kept: torch.Tensor | None = None
+    loss_mask: torch.Tensor | None = None
     """[R] bool: tokens of the actor's loss; None: all."""
     ref_log_probs: torch.Tensor | None = None
     """[R] float32: the reference's log-probs."""

@@ -42,9 +42,9 @@ class FilePrompts:
     def without(self, indices: Collection[int]) -> FilePrompts:
         """Return the prompts without those at these indices."""
         remaining = np.setdiff1d(np.arange(len(self.lens)), list(indices))
-        is_kept = np.repeat(np.isin(np.arange(len(self.lens)), remaining), self.lens)
+        remains = np.repeat(np.isin(np.arange(len(self.lens)), remaining), self.lens)
         return replace(
-            self, tokens=self.tokens[is_kept], lens=self.lens[remaining], rows=self.rows[remaining]
+            self, tokens=self.tokens[remains], lens=self.lens[remaining], rows=self.rows[remaining]
         )
 
 

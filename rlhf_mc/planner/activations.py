@@ -71,7 +71,7 @@ class _Sizes:
         mixer = layer.mixer.activations(self._tp, self._shards)
         return mixer, layer.feed_forward.activations(self._tp)
 
-    def row_bytes(self, layer: Layer, work: Pass) -> float:
+    def row_bytes(self, layer: Layer, work: MicroBatchPass) -> float:
         """Return the bytes of the mixer's rows, where a micro-batch shares prompts."""
         mixer, _ = self.of_blocks(layer)
         return work.rows * mixer.stored * self.itemsize
@@ -106,7 +106,7 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatchPass:
     """A pass over micro-batches: the largest of them, and how many there are."""
 
     tokens: int
@@ -123,7 +123,7 @@ def update_peak(
     megatron: MegatronConfig,
     mesh: Mesh,
     stage: int,
-    work: Pass,
+    work: MicroBatchPass,
     cuda: bool,
     entropy: bool,
 ) -> float:
@@ -159,7 +159,12 @@ def update_peak(
 
 
 def _stored_bytes(
-    shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, stage: int, work: Pass, cuda: bool
+    shape: ModelShape,
+    megatron: MegatronConfig,
+    mesh: Mesh,
+    stage: int,
+    work: MicroBatchPass,
+    cuda: bool,
 ) -> float:
     """Return the bytes per token that the layers of a stage store for all micro-batches in
     flight."""
@@ -172,7 +177,12 @@ def _stored_bytes(
 
 
 def forward_peak(
-    shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, stage: int, work: Pass, cuda: bool
+    shape: ModelShape,
+    megatron: MegatronConfig,
+    mesh: Mesh,
+    stage: int,
+    work: MicroBatchPass,
+    cuda: bool,
 ) -> float:
     """Return the bytes of activations at the peak of a pass without gradients, on a rank of the
     stage."""

@@ -26,7 +26,7 @@ from rlhf_mc.config.roles import (
     tokens_on_rank,
 )
 from rlhf_mc.config.schema import Config, layouts, teachers
-from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
+from rlhf_mc.planner.activations import MicroBatchPass, forward_peak, update_peak
 from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.planner.lengths import Lengths, computed_tokens
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
@@ -271,11 +271,11 @@ class _Model:
         """Return the bytes of whole parameters and gradients of a pass of FSDP2."""
         return {} if self.sharding is None else self.sharding.gathered(is_update)
 
-    def forward(self, work: Pass) -> float:
+    def forward(self, work: MicroBatchPass) -> float:
         """Return the bytes of activations of a pass without gradients."""
         return forward_peak(self._shape, self._megatron, self.mesh, self.stage, work, self._cuda)
 
-    def update(self, work: Pass, entropy: bool) -> float:
+    def update(self, work: MicroBatchPass, entropy: bool) -> float:
         """Return the bytes of activations of an update."""
         return update_peak(
             self._shape, self._megatron, self.mesh, self.stage, work, self._cuda, entropy
@@ -384,7 +384,7 @@ def _teacher_bytes(cfg: Config, phase: str, budget: int) -> float:
     return float(tokens * (1 + 2 * k) * _RESULT) if phase in teachers(cfg) else 0.0
 
 
-def _pass(cfg: Config, role: str, budget: int, mesh: Mesh, prompts: int) -> Pass:
+def _pass(cfg: Config, role: str, budget: int, mesh: Mesh, prompts: int) -> MicroBatchPass:
     """Return a rank's part of the largest micro-batch of a pass over the responses to these
     prompts, all of whose tokens may be responses, and the largest number of micro-batches. With
     shared prompts attention has the rows of the longest sequences."""
@@ -396,7 +396,7 @@ def _pass(cfg: Config, role: str, budget: int, mesh: Mesh, prompts: int) -> Pass
     lengths = Lengths(cfg.data.max_prompt_length, cfg.data.max_response_length)
     computed = computed_tokens(lengths, layouts(cfg)[role], cfg.rollout.n, budget)
     rows = tokens * lengths.total / computed if computed < lengths.total else 0.0
-    return Pass(tokens, tokens, math.ceil(all_tokens / budget), rows)
+    return MicroBatchPass(tokens, tokens, math.ceil(all_tokens / budget), rows)
 
 
 def _rollout(

@@ -103,8 +103,8 @@ def pool_bytes(cfg: Config) -> int:
     size = cfg.data.train_batch_size
     num_taken = 1 if cfg.algorithm.filter_groups.enable else size
     num_unfinished = prompts_in_flight(cfg) - num_taken if cfg.rollout.partial_rollout else 0
-    num_kept = (num_unfinished + cfg.rollout.one_step_off * size) * cfg.rollout.n
-    return num_kept * cfg.data.max_response_length * 2 * _FLOAT32
+    num_stored = (num_unfinished + cfg.rollout.one_step_off * size) * cfg.rollout.n
+    return num_stored * cfg.data.max_response_length * 2 * _FLOAT32
 
 
 def checkpoint_bytes(shape: ModelShape, megatron: MegatronConfig, freeze: Sequence[str]) -> int:

@@ -38,8 +38,8 @@ def shown_tokens(columns: Mapping[str, Sequence[Any]], most: int) -> dict[str, A
     if not texts:
         return {}
     mask = columns["response_mask"]
-    pairs = zip(mask, columns.get("kept", mask), strict=True)
-    loss = [None if sampled == 0 else -1 if kept == 0 else 1 for sampled, kept in pairs]
+    pairs = zip(mask, columns.get("loss_mask", mask), strict=True)
+    loss = [None if sampled == 0 else -1 if in_loss == 0 else 1 for sampled, in_loss in pairs]
     numbers = {
         name: [finite_or_none(value) for value in column[:most]]
         for name, column in {**columns, "loss": loss}.items()

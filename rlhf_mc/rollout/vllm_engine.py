@@ -364,7 +364,7 @@ class VLLMEngine:
             # there is no room.
             with contextlib.suppress(RuntimeError):
                 self._llm.wake_up()
-        with vllm_patches.world_kept():
+        with vllm_patches.preserved_world():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()

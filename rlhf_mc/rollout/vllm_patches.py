@@ -360,7 +360,7 @@ def register_text_models(family: str) -> None:
 
 
 @contextlib.contextmanager
-def world_kept() -> Iterator[None]:
+def preserved_world() -> Iterator[None]:
     """Keep torch.distributed's world while the body shuts an engine down.
 
     Target: vllm.distributed.parallel_state.destroy_distributed_environment.

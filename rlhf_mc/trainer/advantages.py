@@ -10,7 +10,11 @@ import torch
 
 from rlhf_mc.algorithms.estimators import EstimatorFunction, EstimatorInputs, token_rewards
 from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
-from rlhf_mc.algorithms.rollout_correction import importance_weights, kept_tokens, mismatch_metrics
+from rlhf_mc.algorithms.rollout_correction import (
+    accepted_tokens,
+    importance_weights,
+    mismatch_metrics,
+)
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import estimator_needs
@@ -114,7 +118,7 @@ def _explained_variance(predicted: torch.Tensor, actual: torch.Tensor) -> float:
 def corrected(
     batch: RaggedBatch, cfg: RolloutCorrectionConfig
 ) -> tuple[RaggedBatch, dict[str, float]]:
-    """Return the batch with the importance weights and kept tokens that the settings ask for, and
+    """Return the batch with the importance weights and the loss mask that the settings ask for, and
     the mismatch metrics, which need no setting. The batch stays unchanged, without metrics, with
     bypass_mode and before an update that computes the old log-probs."""
     trained = batch.trained()
@@ -128,9 +132,9 @@ def corrected(
         metrics |= weight_metrics
         batch = batch.with_fields(is_weights=batch.spread(weights))
     if cfg.rollout_rs or cfg.rollout_token_veto_threshold is not None:
-        kept, rejection_metrics = kept_tokens(log_ratio, lens, cfg)
+        accepted, rejection_metrics = accepted_tokens(log_ratio, lens, cfg)
         metrics |= rejection_metrics
-        batch = batch.with_fields(kept=batch.spread(kept))
+        batch = batch.with_fields(loss_mask=batch.spread(accepted))
     return batch, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 

@@ -117,7 +117,7 @@ TOKEN_FIELDS = (
     "ref_log_probs",
     "values",
     "advantages",
-    "kept",
+    "loss_mask",
 )
 """Fields of RaggedBatch that `token_columns` has."""
 

@@ -162,7 +162,7 @@ def _actor_fields(
     per_token = {
         "advantages": mini.advantages,
         "weights": aggregation_weights(
-            mini.response_lens, mode, terms.loss_scale_factor, mini.kept
+            mini.response_lens, mode, terms.loss_scale_factor, mini.loss_mask
         ),
         "sequence": torch.repeat_interleave(mini.response_lens),
     }
@@ -188,7 +188,7 @@ def _actor_fields(
     if cfg.positive_nll_coef > 0:
         assert mini.accuracies is not None
         per_token["right_weights"] = right_token_weights(
-            mini.accuracies, mini.response_lens, mini.kept
+            mini.accuracies, mini.response_lens, mini.loss_mask
         )
     return per_token
 

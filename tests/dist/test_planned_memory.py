@@ -15,7 +15,7 @@ from rlhf_mc.architectures.parameters import with_adapters
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.model_schema import FsdpConfig, LoraConfig, MegatronConfig
-from rlhf_mc.planner.activations import Pass, update_peak
+from rlhf_mc.planner.activations import MicroBatchPass, update_peak
 from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.planner.model_state import ModelState, trained_state
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
@@ -208,7 +208,7 @@ def test_activation_peak(
     )
     sequences = planner_cases.SEQUENCES
     tokens = sequences * (planner_cases.PROMPT + planner_cases.RESPONSE)
-    work = Pass(tokens, sequences * planner_cases.RESPONSE, micro_batches)
+    work = MicroBatchPass(tokens, sequences * planner_cases.RESPONSE, micro_batches)
     found = [
         update_peak(shape, config, ranks, ranks.coordinate(rank).pp, work, cuda=False, entropy=True)
         for rank in range(world)

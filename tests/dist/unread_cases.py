@@ -92,7 +92,7 @@ def _results(
     if "actor" in roles:
         update_actor(varied, state, batch)
     tensors = {
-        name: getattr(batch, name) for name in ("advantages", "returns", "is_weights", "kept")
+        name: getattr(batch, name) for name in ("advantages", "returns", "is_weights", "loss_mask")
     }
     numbers = {name: None if x is None else x.tolist() for name, x in tensors.items()}
     metrics = {name: repr(value) for name, value in state.metrics.items()}

@@ -314,7 +314,7 @@ def destroys_the_world(checkpoint: str) -> int:
     """Return how often vLLM destroys torch.distributed's world when an engine is shut down."""
     calls: list[None] = []
     with (
-        replaced(vllm_patches, "world_kept", contextlib.nullcontext),
+        replaced(vllm_patches, "preserved_world", contextlib.nullcontext),
         replaced(vllm_state, "destroy_distributed_environment", lambda: calls.append(None)),
         built_engine(checkpoint, 1, 64),
     ):

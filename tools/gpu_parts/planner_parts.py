@@ -25,7 +25,7 @@ from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
-from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
+from rlhf_mc.planner.activations import MicroBatchPass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import trained_state
 from rlhf_mc.planner.reserved import besides_tensors
 from rlhf_mc.topology.groups import ProcessGroups
@@ -114,7 +114,7 @@ def _planned(
     engine: ModelEngine, megatron: MegatronConfig, groups: ProcessGroups, sizes: Sizes, cuda: bool
 ) -> dict[str, float]:
     count, prompt, response = sizes.planned_lens
-    work = Pass(count * (prompt + response), count * response, 1)
+    work = MicroBatchPass(count * (prompt + response), count * response, 1)
     shape = engine.shape
     mesh = groups.mesh
     overlaps = overlaps_reduction(megatron, mesh.dp, platform.use_cuda())

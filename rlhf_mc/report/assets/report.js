@@ -289,7 +289,7 @@ function firstColumns(columns) {
 function addSamples() {
   const kinds = Object.keys(KINDS).filter((kind) => columnsOf(kind).length);
   if (!kinds.length) {
-    byId("sample-table").append(element("p", { class: "note" }, "The run has kept no generations."));
+    byId("sample-table").append(element("p", { class: "note" }, "The run has written no generations."));
     return;
   }
   let kind = kinds[0];
@@ -368,7 +368,7 @@ function showSamples(columns) {
   };
   const cell = (column, prompt, ...above) => {
     const found = column.samples.filter((sample) => sample.prompt === prompt);
-    const parts = found.length ? found.flatMap(responseParts) : [element("div", { class: "label" }, "not kept at this step")];
+    const parts = found.length ? found.flatMap(responseParts) : [element("div", { class: "label" }, "not written at this step")];
     return element("div", {}, element("div", { class: "label" }, column.name), ...above, ...parts);
   };
   const rowOf = (above, cells) => element("div", { class: "pair" }, ...above, element("div", { class: "columns" }, ...cells));

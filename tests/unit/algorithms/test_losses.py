@@ -280,9 +280,9 @@ def test_language_model_loss_is_the_mean_over_the_tokens_of_right_responses(
 ) -> None:
     """Compare loss and gradient with sums over each response by VAPO's definition in float64."""
     t = random_tokens(seed=3)
-    is_kept = torch.arange(NUM_TOKENS) % 4 != 1 if has_rejected else None
+    loss_mask = torch.arange(NUM_TOKENS) % 4 != 1 if has_rejected else None
     weights = aggregation_weights(LENS, "seq-mean-token-mean").double()
-    rights = right_token_weights(torch.tensor(accuracies), LENS, is_kept).double()
+    rights = right_token_weights(torch.tensor(accuracies), LENS, loss_mask).double()
     t["log_probs"].requires_grad_()
     inputs = replace(actor_inputs(t, weights), right_weights=rights)
     loss, stats = actor_loss(inputs, vanilla, positive_nll_coef=0.1)
@@ -290,7 +290,7 @@ def test_language_model_loss_is_the_mean_over_the_tokens_of_right_responses(
     counted = [
         place
         for place, sequence in enumerate(torch.repeat_interleave(LENS).tolist())
-        if accuracies[sequence] >= 1 and (is_kept is None or bool(is_kept[place]))
+        if accuracies[sequence] >= 1 and (loss_mask is None or bool(loss_mask[place]))
     ]
     nll = -sum(t["log_probs"][place] for place in counted) / max(len(counted), 1)
     expected = policy_loss(t, weights)[0] + 0.1 * nll

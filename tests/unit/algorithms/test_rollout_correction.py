@@ -1,4 +1,4 @@
-"""rollout_correction.py by hand and against plain Python, the weights of kept tokens, and the
+"""rollout_correction.py by hand and against plain Python, the weights of accepted tokens, and the
 settings."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from config_files import validated
 
 from rlhf_mc.algorithms.losses import aggregation_weights
 from rlhf_mc.algorithms.rollout_correction import (
+    accepted_tokens,
     geometric_means,
     importance_weights,
-    kept_tokens,
     mismatch_metrics,
 )
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
@@ -130,7 +130,7 @@ def test_geometric_means_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "threshold", "kept"),
+    ("name", "threshold", "accepted"),
     [
         ("token_k1", 2.1, [1, 1, 0, 1, 1, 0]),  # 1/2.1 to 2.1
         ("token_k2", 0.3, [1, 1, 0, 1, 1, 0]),  # ln(2)^2 / 2 = 0.24
@@ -145,13 +145,13 @@ def test_geometric_means_by_hand() -> None:
         ("seq_max_k3", 0.7, [1, 1, 0, 1, 1, 1]),  # 0.31, 0.90, 0.64
     ],
 )
-def test_rejection_by_hand(name: str, threshold: float, kept: list[int]) -> None:
+def test_rejection_by_hand(name: str, threshold: float, accepted: list[int]) -> None:
     cfg = RolloutCorrectionConfig(rollout_rs=[name], rollout_rs_threshold=[threshold])
-    assert kept_tokens(LOG_RATIO.double(), LENS, cfg)[0].int().tolist() == kept
+    assert accepted_tokens(LOG_RATIO.double(), LENS, cfg)[0].int().tolist() == accepted
 
 
 @pytest.mark.parametrize(
-    ("name", "lower", "upper", "kept"),
+    ("name", "lower", "upper", "accepted"),
     [
         ("token_k1", 0.4, 3.5, [1, 1, 1, 1, 1, 0]),  # 2, 1/2; 3; 1, 1/2, 1/4
         ("token_k1", 0.6, 2.5, [1, 0, 0, 1, 0, 0]),
@@ -160,12 +160,12 @@ def test_rejection_by_hand(name: str, threshold: float, kept: list[int]) -> None
     ],
 )
 def test_bounds_of_a_ratio_may_differ(
-    name: str, lower: float, upper: float, kept: list[int]
+    name: str, lower: float, upper: float, accepted: list[int]
 ) -> None:
     cfg = RolloutCorrectionConfig(
         rollout_rs=[name], rollout_rs_threshold=[upper], rollout_rs_threshold_lower=lower
     )
-    assert kept_tokens(LOG_RATIO.double(), LENS, cfg)[0].int().tolist() == kept
+    assert accepted_tokens(LOG_RATIO.double(), LENS, cfg)[0].int().tolist() == accepted
 
 
 def test_statistics_are_clamped() -> None:
@@ -176,8 +176,8 @@ def test_statistics_are_clamped() -> None:
     cfg = RolloutCorrectionConfig(
         rollout_rs=["seq_sum_k1", "token_k2"], rollout_rs_threshold=[1.2, 201.0]
     )
-    kept, found = kept_tokens(log_ratio, lens, cfg)
-    assert kept.tolist() == [True, True, False]
+    accepted, found = accepted_tokens(log_ratio, lens, cfg)
+    assert accepted.tolist() == [True, True, False]
     assert found["rollout_rs_seq_sum_k1_max"] == 0.0 and found["rollout_rs_token_k2_max"] == 200.0
 
 
@@ -185,16 +185,16 @@ def test_every_criterion_must_keep_a_token() -> None:
     cfg = RolloutCorrectionConfig(
         rollout_rs=["token_k1", "seq_sum_k1"], rollout_rs_threshold=[3.5, 2.0]
     )
-    assert kept_tokens(LOG_RATIO, LENS, cfg)[0].int().tolist() == [1, 1, 0, 0, 0, 0]
+    assert accepted_tokens(LOG_RATIO, LENS, cfg)[0].int().tolist() == [1, 1, 0, 0, 0, 0]
     veto = RolloutCorrectionConfig(rollout_token_veto_threshold=0.4)
-    assert kept_tokens(LOG_RATIO, LENS, veto)[0].int().tolist() == [1, 1, 1, 0, 0, 0]
+    assert accepted_tokens(LOG_RATIO, LENS, veto)[0].int().tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_metrics_of_rejection_by_hand() -> None:
     cfg = RolloutCorrectionConfig(
         rollout_rs=["token_k1", "seq_mean_k3"], rollout_rs_threshold=[2.5, 0.3]
     )
-    _, found = kept_tokens(LOG_RATIO, LENS, cfg)
+    _, found = accepted_tokens(LOG_RATIO, LENS, cfg)
     # k1 is -log rho; of rho 3 and 1/4 it is outside. k3 is 0.31, 0.19; 0.90; 0, 0.19, 0.64.
     means = [0.0, -math.log(3), math.log(2)]
     k3 = [
@@ -242,7 +242,7 @@ def test_metrics_of_rejection_by_hand() -> None:
             "rollout_rs_seq_masked_fraction": 2 / 3,
         }
     )
-    _, found = kept_tokens(
+    _, found = accepted_tokens(
         LOG_RATIO, LENS, RolloutCorrectionConfig(rollout_token_veto_threshold=0.4)
     )
     assert found == pytest.approx(
@@ -290,12 +290,12 @@ def test_equal_log_probs_differ_in_nothing() -> None:
 @pytest.mark.parametrize(
     "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
-def test_weights_of_kept_tokens_are_those_of_a_batch_without_the_others(mode: str) -> None:
-    # sequences of 1, 0 and 2 kept tokens
-    kept = torch.tensor([True, False, False, True, False, True])
-    weights = aggregation_weights(LENS, mode, 8, kept)
-    assert torch.equal(weights[~kept], torch.zeros(3))
-    assert torch.equal(weights[kept], aggregation_weights(torch.tensor([1, 2]), mode, 8))
+def test_weights_of_accepted_tokens_are_those_of_a_batch_without_the_others(mode: str) -> None:
+    # sequences of 1, 0 and 2 accepted tokens
+    accepted = torch.tensor([True, False, False, True, False, True])
+    weights = aggregation_weights(LENS, mode, 8, accepted)
+    assert torch.equal(weights[~accepted], torch.zeros(3))
+    assert torch.equal(weights[accepted], aggregation_weights(torch.tensor([1, 2]), mode, 8))
     assert torch.equal(
         aggregation_weights(LENS, mode, 8, torch.zeros(6, dtype=torch.bool)), torch.zeros(6)
     )
@@ -343,8 +343,8 @@ def test_icepop_is_a_weight_and_a_rejection_with_two_bounds() -> None:
     cfg = RolloutCorrectionConfig(
         rollout_rs=["token_k1"], rollout_rs_threshold=[5.0], rollout_rs_threshold_lower=0.5
     )
-    kept, _ = kept_tokens(log_ratio, LENS, cfg)
-    assert (weights * kept).tolist() == pytest.approx([0, 0.51, 1.0, 4.9, 0, 0], rel=1e-6)
+    accepted, _ = accepted_tokens(log_ratio, LENS, cfg)
+    assert (weights * accepted).tolist() == pytest.approx([0, 0.51, 1.0, 4.9, 0, 0], rel=1e-6)
 
 
 def test_masked_responses_are_out_of_weights_and_metrics() -> None:
@@ -367,7 +367,7 @@ def test_masked_responses_are_out_of_weights_and_metrics() -> None:
     found, metrics = corrected(masked, cfg)
     alone, wanted = corrected(batch.select([0, 2]), cfg)
     assert metrics == wanted
-    for name in ("is_weights", "kept"):
+    for name in ("is_weights", "loss_mask"):
         values, others = (getattr(x, name).tolist() for x in (found, alone))
         assert [*values[:2], *values[5:]] == others and values[2:5] == [0, 0, 0]
     assert corrected(batch.with_fields(sample_mask=torch.zeros(3).bool()), cfg)[1] == {}

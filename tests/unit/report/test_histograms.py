@@ -139,11 +139,11 @@ def test_token_columns_are_those_of_each_response() -> None:
     batch = build_batch(prompts, Responses.of(responses))
     values = torch.arange(604) / 3
     values[1] = float("nan")
-    batch = batch.with_fields(values=values, kept=torch.arange(604) != 2)
+    batch = batch.with_fields(values=values, loss_mask=torch.arange(604) != 2)
     short, observed, long = token_columns(pieces_tokenizer(), batch)
     assert short == {
         **{"text": ["the", " cat"], "response_mask": [1, 1], "rollout_log_probs": [-1.0, -2.0]},
-        **{"values": [0.0, None], "kept": [1, 1]},
+        **{"values": [0.0, None], "loss_mask": [1, 1]},
     }
     assert observed["text"] == ["s", " the", " cat", "s"] and observed["response_mask"] == [
         1,
@@ -152,7 +152,7 @@ def test_token_columns_are_those_of_each_response() -> None:
         1,
     ]
     assert observed["rollout_log_probs"] == [-0.5, None, None, -0.25]
-    assert observed["values"] == [0.666667, None, None, 1.0] and observed["kept"] == [
+    assert observed["values"] == [0.666667, None, None, 1.0] and observed["loss_mask"] == [
         0,
         None,
         None,
