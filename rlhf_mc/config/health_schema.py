@@ -15,7 +15,6 @@ PolicyRule = Literal["not_finite", "kl_explosion", "policy_collapsed"]
 StopRule = Literal[
     PolicyRule,
     "ppo_kl_high",
-    "grad_norm_high",
     "grad_norm_growing",
     "entropy_falling",
     "entropy_low",
@@ -31,8 +30,6 @@ StopRule = Literal[
 """Rules after which a run may have a reason to end."""
 Rule = Literal[
     StopRule,
-    "ppo_kl_low",
-    "grad_norm_low",
     "throughput_falling",
     "replicas_unbalanced",
     "memory_near_limit",
@@ -72,16 +69,14 @@ class HealthConfig:
     """Consecutive steps in which most rules must hold before they count. not_finite, kl_explosion,
     rollout_mismatch and memory_near_limit count at once."""
     window: Annotated[int, Range(2, 1_000_000)] = 20
-    """Steps of a moving median. ppo_kl_low, grad_norm_low, entropy_low and explained_variance_low
-    must hold for as many consecutive steps."""
+    """Steps of a moving median. entropy_low and explained_variance_low must hold for as many
+    consecutive steps."""
     ppo_kl_max: Positive = 0.03
-    """Upper end of the target range of actor/ppo_kl."""
+    """actor/ppo_kl from which the policy moves too far within a step."""
     ppo_kl_explosion: Positive = 0.5
     """actor/ppo_kl of a policy that an update has thrown off, nats per token."""
     ref_kl_max: Positive = 5.0
     """KL to the reference of a policy that has left it, nats per token."""
-    grad_norm_max: Annotated[float, Range(0, 1e30, open=True)] = 2.0
-    """Upper end of the expected range of a gradient norm, before clipping."""
     entropy_min: PositiveOrZero = 0.01
     """Entropy below which little is explored, nats per token."""
     truncated_max: Fraction = 0.1

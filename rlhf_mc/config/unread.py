@@ -202,7 +202,7 @@ DEPENDENCES = (
         "health.enable",
         "health",
         "disable note warn stop roll_back patience window ppo_kl_max ppo_kl_explosion "
-        "ref_kl_max grad_norm_max entropy_min truncated_max",
+        "ref_kl_max entropy_min truncated_max",
     ),
     _switch("health.roll_back", "health", "rollback_lr_factor max_rollbacks"),
     _switch("profile.steps", "profile", "ranks"),

@@ -31,11 +31,6 @@ _FAR = 1.0
 """KL to the reference of a collapsed policy, nats per token, at least."""
 TAIL = 10.0
 """Bound of the 99th percentile of log-prob differences, as a multiple of the mean's."""
-PPO_KL_RANGE = 3.0
-"""Upper end of the target range of actor/ppo_kl, health.ppo_kl_max, divided by its lower end."""
-GRAD_NORM_RANGE = 4.0
-"""Upper end of the expected range of a gradient norm, health.grad_norm_max, divided by its lower
-end."""
 GRAD_NORM_GROWTH = 10.0
 """Growth of a gradient norm over its median that is taken for instability."""
 ENTROPY_LEFT = 0.5
@@ -82,8 +77,6 @@ class Violation:
 class RunTraits:
     """Properties of a run that the rules depend on, beside its metrics."""
 
-    updates_per_step: int = 1
-    """Optimizer steps of the actor in one step."""
     compares_groups: bool = False
     """The advantage estimator compares the responses to one prompt."""
     logprob_bound: float | None = None

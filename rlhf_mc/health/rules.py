@@ -18,14 +18,12 @@ from rlhf_mc.health.conditions import (
     EXPLAINED_VARIANCE_MIN,
     FAILED_CALLS_MAX,
     GRAD_NORM_GROWTH,
-    GRAD_NORM_RANGE,
     GRAD_NORMS,
     HIGHEST,
     IDLE_SHARE_MAX,
     LOWEST,
     MEMORY_MAX,
     PPO_KL,
-    PPO_KL_RANGE,
     REF_KL,
     SCORE,
     THROUGHPUT,
@@ -118,33 +116,6 @@ RULES: tuple[HealthRule, ...] = (
         "helps too.",
     ),
     HealthRule(
-        "ppo_kl_low",
-        "actor/ppo_kl below a third of ppo_kl_max, with several updates per step (in the first one "
-        "the KL is 0)",
-        (PPO_KL,),
-        lambda seen: (
-            seen.below(seen.cfg.ppo_kl_max / PPO_KL_RANGE, PPO_KL)
-            if seen.traits.updates_per_step > 1
-            else None
-        ),
-        "the updates hardly move the policy",
-        "raise actor.optim.lr or actor.ppo_epochs",
-        "Only if the reward rises slowly: many good runs are below. In the first update of a step "
-        "the KL is 0 by construction, so that the rule needs several.",
-        after="window",
-        default="note",
-    ),
-    HealthRule(
-        "grad_norm_high",
-        "actor/grad_norm or critic/grad_norm above grad_norm_max",
-        GRAD_NORMS,
-        lambda seen: seen.above("grad_norm_max", *GRAD_NORMS),
-        "most gradients are clipped",
-        "raise data.train_batch_size, or lower actor.optim.lr or critic.optim.lr",
-        "Noisy advantages and a new value head have large gradients, and so do small models.",
-        default="note",
-    ),
-    HealthRule(
         "grad_norm_growing",
         "actor/grad_norm or critic/grad_norm above 10 times its median over the window before",
         GRAD_NORMS,
@@ -152,17 +123,6 @@ RULES: tuple[HealthRule, ...] = (
         "gradients grow: training becomes unstable",
         "lower actor.optim.lr or critic.optim.lr",
         "Compare actor/ppo_kl and the longest responses.",
-    ),
-    HealthRule(
-        "grad_norm_low",
-        "actor/grad_norm or critic/grad_norm below a quarter of grad_norm_max",
-        GRAD_NORMS,
-        lambda seen: seen.below(seen.cfg.grad_norm_max / GRAD_NORM_RANGE, *GRAD_NORMS),
-        "little signal reaches the weights",
-        "raise rollout.n, or take other prompts (see equal_groups)",
-        "Models of billions of parameters are often below.",
-        after="window",
-        default="note",
     ),
     HealthRule(
         "entropy_falling",

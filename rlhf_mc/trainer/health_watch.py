@@ -116,11 +116,8 @@ class HealthWatch:
 
 def run_traits(cfg: Config, log_prob_check: LogProbCheck) -> RunTraits:
     """Return the properties of a run that the rules depend on."""
-    updates = (
-        math.ceil(cfg.data.train_batch_size / cfg.actor.ppo_mini_batch_size) * cfg.actor.ppo_epochs
-    )
     bound = None if cfg.algorithm.rollout_correction.bypass_mode else log_prob_check.mean_bound
-    return RunTraits(updates, estimator_needs(cfg.algorithm).group, bound)
+    return RunTraits(estimator_needs(cfg.algorithm).group, bound)
 
 
 def numeric_metrics(row: Mapping[str, Any]) -> dict[str, float]:

@@ -59,10 +59,8 @@ resumes continues the counts by the rows of `metrics.jsonl`; without that file t
 `python tests/checks/metrics_page.py` writes this page from `rlhf_mc/health/rules.py`.
 """
 HEALTH_TAIL = """\
-**Bounds.** The ranges of `actor/ppo_kl` (0.01 to 0.03), of gradient norms (0.5 to 2.0) and of
-`critic/vf_clipfrac` (0.05) are those of tuning notes for verl. Of 29 healthy runs of the
-quickstart's task 15 had a gradient norm above 2.0 for 5 steps, so that rule is only noted; none had
-a warning.
+**Bounds.** Those of `actor/ppo_kl` (0.03) and of `critic/vf_clipfrac` (0.05) are of tuning notes
+for verl. Of 29 healthy runs of the quickstart's task none had a warning.
 """
 
 

@@ -26,7 +26,7 @@ ROLL_BACK = "health.roll_back=kl_explosion"
             ["health.ppo_kl_max=0.7"],
             "health.ppo_kl_max is 0.7, above health.ppo_kl_explosion, which is 0.5",
         ),
-        (["health.roll_back=grad_norm_high"], "health.roll_back: found"),
+        (["health.roll_back=grad_norm_growing"], "health.roll_back: found"),
         (
             ["health.stop=kl_explosoin"],
             "each entry one of not_finite, kl_explosion, policy_collapsed, ppo_kl_high",
