@@ -326,7 +326,7 @@ def test_adapters_that_do_not_fit_are_refused(
         ): "lora_alpha is 1, and actor.lora.alpha",
         written("dora", config | {"use_dora": True}, tensors): "use_dora is True, which is not",
         written("kind", config | {"peft_type": "IA3"}, tensors): "peft_type must be LORA",
-        written("list", [], tensors): "peft_type must be LORA",
+        written("list", [], tensors): "adapter_config.json is not a JSON object",
         written("few", config, without): f"has no {second}, which actor.lora.target_modules",
         written("many", config, tensors | {f"{prefix}x.lora_A.weight": torch.ones(3, 2)}): (
             f"has {prefix}x.lora_A.weight, which actor.lora.target_modules does not ask for"

@@ -98,7 +98,7 @@ def test_every_path_setting_is_classified() -> None:
     [
         (
             ["reward.remote.url=http://h:x"],
-            "reward.remote.url is 'http://h:x'; its host or port is not valid",
+            "reward.remote.url is 'http://h:x'; it must begin with http:// or https://",
         ),
         (
             ["reward.remote.api_key_env=NO_SUCH_KEY"],

@@ -299,23 +299,24 @@ def test_numbers_of_an_endpoint_are_bounded_and_the_bound_is_said_once(
     assert set(found) == {"score", "a b\\ud800\\x1b", "c" * 80 + "... (5,000 characters)"}
 
 
+INVALID = "it must begin with http:// or https://, and have a valid host and port"
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("htp://h", "must begin with http:// or https://"),
-        ("user:PASS@h", "'***@h'; it must begin with http:// or https://"),
-        ("http://", "it has no host"),
-        ("http://:80/x", "it has no host"),
-        ("http://h:x", "its host or port is not valid"),
-        ("http://u:PASS/x@h", "'***@h'; its host or port is not valid"),
-        ("http://u:PA SS@h", "'***@h'; the character ' ' must be written as %20, or left out"),
-        ("http://h/\n", "the character '\\n' must be written as %0A"),
-        ("http://[::1", "its host or port is not valid"),
-        ("http://xn--/", "its host or port is not valid"),
-        ("http://\u2603.b", "its host or port is not valid"),
-        ("http://256.1.1.1", "its host or port is not valid"),
-        ("http://h/v1#x", "the part after # is never sent"),
-        ("http://h?api_key=PASS#x", "'http://h?api_key=***#x'"),
+        ("htp://h", INVALID),
+        ("user:PASS@h", f"'***@h'; {INVALID}"),
+        ("http://", INVALID),
+        ("http://:80/x", INVALID),
+        ("http://h:x", INVALID),
+        ("http://u:PASS/x@h", f"'***@h'; {INVALID}"),
+        ("http://h/\n", INVALID),
+        ("http://[::1", INVALID),
+        ("http://xn--/", INVALID),
+        ("http://\u2603.b", INVALID),
+        ("http://256.1.1.1", INVALID),
+        ("htp://h?api_key=PASS", "'htp://h?api_key=***'"),
     ],
 )
 def test_malformed_url_is_found_with_the_settings(url: str, words: str) -> None:
