@@ -18,7 +18,6 @@ from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.environments.environment_worker import MOST_THREADS, Key, Turn
 from rlhf_mc.environments.protocol import StepOutcome, StepResult, where
-from rlhf_mc.machine.facts import cores
 from rlhf_mc.rewards.results import Failure, FailureReason
 from rlhf_mc.runtime.worker_process import WorkerEndedError, WorkerProcess
 
@@ -90,7 +89,7 @@ def _default_num_workers() -> int:
     """Return the number of cores of a rank of this node, up to a limit: each worker has the memory
     of what the user's file imports."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(max(1, cores() // num_ranks), _MOST_BY_CORES)
+    return min(max(1, len(os.sched_getaffinity(0)) // num_ranks), _MOST_BY_CORES)
 
 
 class EnvironmentPool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import os
 import re
 import resource
 import shutil
@@ -253,11 +252,6 @@ def locked_memory_limit() -> int | None:
     (capabilities,) = re.findall(r"^CapEff:\s*(\w+)$", PROCESS_STATUS.read_text(), re.MULTILINE)
     is_unlimited = limit == resource.RLIM_INFINITY or int(capabilities, 16) >> _CAP_IPC_LOCK & 1
     return None if is_unlimited else limit
-
-
-def cores() -> int:
-    """Return the number of logical cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def memory() -> tuple[int, int]:

@@ -305,9 +305,8 @@ def test_workers_are_by_the_cores_of_a_rank(
     cfg = write(tmp_path, text)
     cfg.num_workers = None
     for num_cores, wanted in ((2, 1), (16, 2), (192, 4)):
-        monkeypatch.setattr(
-            environment_pool, "cores", lambda num_cores=num_cores: (num_cores, num_cores)
-        )
+        cores = set(range(num_cores))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: cores)
         pool = EnvironmentPool(cfg)
         answers(pool, [""] * (wanted + 1))
         assert len(pool._workers) == wanted
