@@ -102,37 +102,6 @@ class _Timeout(BaseException):
     it."""
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    arguments: Mapping[str, Any],
-    where: str,
-    add_generation_prompt: bool = True,
-    template: str = "the tokenizer's chat template",
-) -> str:
-    """Return the text of the messages, with the generation prompt added unless they end with a
-    response. Raise UserError, naming `where` (file and row) and `template`, if the template fails
-    or does not end."""
-    try:
-        with _time_limit():
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **arguments,
-            )
-    except _Timeout:
-        raise UserError(
-            f"{where}: {template} has not ended after {LIMIT_SECONDS:g} s of processor time"
-        ) from None
-    except Exception as error:  # a template is arbitrary code
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{where}: {template} refuses the prompt ({reason})") from error
-    if not isinstance(text, str):
-        raise UserError(f"{where}: {template} gives {type(text).__name__}, not a text")
-    return text
-
-
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
     """Raise _Timeout inside after LIMIT_SECONDS of this process's processor time. In a thread there
@@ -202,7 +171,8 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         template: str = "the tokenizer's chat template",
     ) -> ChatText:
-        """Return the rendered messages, as `render` does."""
+        """Return the rendered messages, with the generation prompt added. Raise UserError, naming
+        `where` (file and row) and `template`, if the template fails or does not end."""
         mark = ""
         tools = arguments.get("tools")
         if self._has_control([*messages, tools]):
@@ -213,10 +183,24 @@ class ChatTokenizer:
                 self._marked(message, mark, message.get("role") == "assistant")
                 for message in messages
             ]
-        return ChatText(
-            render(self.tokenizer, messages, arguments, where, add_generation_prompt, template),
-            mark,
-        )
+        try:
+            with _time_limit():
+                text = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **arguments,
+                )
+        except _Timeout:
+            raise UserError(
+                f"{where}: {template} has not ended after {LIMIT_SECONDS:g} s of processor time"
+            ) from None
+        except Exception as error:  # a template is arbitrary code
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(f"{where}: {template} refuses the prompt ({reason})") from error
+        if not isinstance(text, str):
+            raise UserError(f"{where}: {template} gives {type(text).__name__}, not a text")
+        return ChatText(text, mark)
 
     def plain(self, text: str) -> ChatText:
         """Return a text whose control tokens stay text."""
