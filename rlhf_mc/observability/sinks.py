@@ -118,9 +118,9 @@ class Sinks:
 
 
 def best_effort(name: str, write: Callable[[], object]) -> bool:
-    """Write an output that a run can do without: a plot, samples, TensorBoard's events, the table
-    of steps. Return True if it was written. Any error becomes a warning. name: the output's name in
-    the warning."""
+    """Write an output that a run can do without: the report, samples, TensorBoard's events, the
+    table of steps. Return True if it was written. Any error becomes a warning. name: the output's
+    name in the warning."""
     start = time.perf_counter()
     try:
         write()

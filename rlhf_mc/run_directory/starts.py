@@ -1,6 +1,6 @@
 """The record of a run's starts in its directory, written before the first step:
 resolved_config.yaml, and one line of starts.jsonl for each start, so that a result can be traced to
-its settings, code and machines; how each ended; and at the end plot and report.
+its settings, code and machines, with how each ended.
 """
 
 from __future__ import annotations
