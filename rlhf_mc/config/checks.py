@@ -343,13 +343,21 @@ def _health(cfg: Config) -> Iterator[str]:
     for rule in itertools.chain.from_iterable(getattr(health, response) for response in RESPONSES):
         listed = listed_responses(health, rule)
         if len(listed) > 1:
-            settings = [f"health.{response}" for response in listed]
+            settings = [
+                f"health.{'kl_coef' if response == 'fixed_kl_coef' else response}"
+                for response in listed
+            ]
             yield f"{' and '.join(settings)} are both responses to {rule}; a rule has one"
     if rolls_back(health) and cfg.trainer.save_freq == -1:
         yield (
             f"health.roll_back has {health.roll_back[0]}; that needs checkpoints: "
             "trainer.save_freq of at least 1"
             f" (now {cfg.trainer.save_freq})"
+        )
+    if health.enable and health.kl_coef is not None and not uses_reference(cfg):
+        yield (
+            f"health.kl_coef is {health.kl_coef}; that needs a KL term: algorithm.use_kl_in_reward "
+            "or actor.use_kl_loss: true"
         )
 
 

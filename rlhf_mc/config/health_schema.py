@@ -61,6 +61,10 @@ class HealthConfig:
     """Rules after which the run continues from the checkpoint of the last healthy step, with its
     learning rates times rollback_lr_factor. The weights before the first step are saved for that
     too."""
+    kl_coef: PositiveOrZero | None = None
+    """Response to kl_explosion: from then on the coefficient of the KL term, in the reward or in
+    the loss, is this, in place of the configured or adaptive one. null: kl_explosion has another
+    response."""
     rollback_lr_factor: InnerFraction = 0.5
     """roll_back: the factor of the learning rates of actor and critic, each time."""
     max_rollbacks: Count = 3
@@ -86,7 +90,8 @@ class HealthConfig:
 def listed_responses(health: HealthConfig, rule: str) -> list[str]:
     """Return the responses that the settings give to a rule: one at most, as config/checks.py
     ensures."""
-    return [response for response in RESPONSES if rule in getattr(health, response)]
+    listed = [response for response in RESPONSES if rule in getattr(health, response)]
+    return listed + ["fixed_kl_coef"] * (rule == "kl_explosion" and health.kl_coef is not None)
 
 
 def rolls_back(health: HealthConfig) -> bool:

@@ -201,7 +201,7 @@ DEPENDENCES = (
     _switch(
         "health.enable",
         "health",
-        "disable note warn stop roll_back patience window ppo_kl_max ppo_kl_explosion "
+        "disable note warn stop roll_back kl_coef patience window ppo_kl_max ppo_kl_explosion "
         "ref_kl_max entropy_min truncated_max",
     ),
     _switch("health.roll_back", "health", "rollback_lr_factor max_rollbacks"),

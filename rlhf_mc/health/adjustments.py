@@ -1,6 +1,6 @@
-"""The learning rates that a run has changed by itself, in adjustments.jsonl of its directory: the
-changes are in effect after a resume too. Each is a function of the step alone, so that a run that
-repeats a step repeats it with the same learning rates.
+"""The settings that a run has changed by itself, in adjustments.jsonl of its directory: they are in
+effect after a resume too. Each is a function of the step alone, so that a run that repeats a step
+repeats it with the same settings.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import UserError
@@ -17,20 +18,21 @@ from rlhf_mc.run_files import ADJUSTMENTS_FILE, text_lines
 from rlhf_mc.topology.consensus import on_rank_0
 
 SUBJECT = "trainer.default_local_dir"
-SETTING = "learning_rate_factor"
+Setting = Literal["learning_rate_factor", "kl_coef"]
+_SETTINGS = get_args(Setting)
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """A change of the learning rates from a step on."""
+    """One setting, changed from a step on."""
 
+    setting: Setting
     value: float
-    """Factor, on top of earlier ones."""
+    """learning_rate_factor: factor of the learning rates, on top of earlier ones. kl_coef: the
+    coefficient of the KL term."""
     after_step: int
     """The adjustment is in effect from the next step on."""
     reason: str
-    setting: str = SETTING
-    """Name of the change in the file."""
 
 
 class Adjustments:
@@ -51,24 +53,39 @@ class Adjustments:
         self._made.append(adjustment)
         on_rank_0(self._write, SUBJECT)
 
-    @property
-    def num_made(self) -> int:
-        """Number of adjustments that the run has made."""
-        return len(self._made)
+    def num_made(self, setting: str) -> int:
+        """Return how many adjustments of a setting the run has made."""
+        return sum(made.setting == setting for made in self._made)
 
     def learning_rate_factor(self, step: int) -> float:
         """Return the factor of the learning rates in a step."""
-        return math.prod(made.value for made in self._made if made.after_step < step)
+        factors = [
+            made.value for made in self._all("learning_rate_factor") if made.after_step < step
+        ]
+        return math.prod(factors)
+
+    def kl_coef(self, step: int) -> float | None:
+        """Return the coefficient that the KL term has in a step in place of the configured one;
+        None: no other."""
+        return next(
+            (made.value for made in reversed(self._all("kl_coef")) if made.after_step < step), None
+        )
 
     def in_effect(self, after_step: int) -> list[str]:
-        """Return a line on the learning rates in the step after this one, if they are not the
-        config's."""
-        factor = self.learning_rate_factor(after_step + 1)
-        line = (
-            f"learning rates are those of the config times {factor:g} ({self._path.name}; without "
-            "the file they are the config's)"
-        )
-        return [line] if factor != 1.0 else []
+        """Return a line for each setting that differs from the config in the step after this
+        one."""
+        step = after_step + 1
+        lines = []
+        if (factor := self.learning_rate_factor(step)) != 1.0:
+            lines.append(f"learning rates are those of the config times {factor:g}")
+        if (coef := self.kl_coef(step)) is not None:
+            lines.append(f"the KL coefficient is {coef:g}")
+        return [
+            f"{line} ({self._path.name}; without the file they are the config's)" for line in lines
+        ]
+
+    def _all(self, setting: str) -> list[Adjustment]:
+        return [made for made in self._made if made.setting == setting]
 
     def _read(self) -> list[Adjustment]:
         try:
@@ -90,7 +107,7 @@ def _parsed(path: Path, number: int, line: str) -> Adjustment:
         row: Mapping[str, object] = json_files.parse(line)
         made = Adjustment(**row)  # type: ignore[arg-type]
         valid = (
-            made.setting == SETTING
+            made.setting in _SETTINGS
             and isinstance(made.after_step, int)
             and isinstance(made.value, (int, float))
             and math.isfinite(made.value)

@@ -59,7 +59,8 @@ class HealthRule:
     """The response to it, unless a list of the settings has another."""
 
     def response(self, cfg: HealthConfig) -> str:
-        """Return the response to the rule: disable, note, warn, stop or roll_back."""
+        """Return the response to the rule: disable, note, warn, stop, roll_back or
+        fixed_kl_coef."""
         return next(iter(listed_responses(cfg, self.name)), self.default)
 
     def steps_needed(self, cfg: HealthConfig) -> int:

@@ -143,13 +143,14 @@ def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> Ragged
     rollout's policy."""
     algorithm = run.config.algorithm
     n = run.config.rollout.n
+    adjusted = run.adjustments.kl_coef(state.step)
     with run.offload_schedule.phase(state.timer, "adv"):
-        kl_coef = run.kl_controller.value
+        kl_coef = run.kl_controller.value if adjusted is None else adjusted
         batch, metrics, kl = advantages_and_returns(batch, algorithm, kl_coef, n, run.estimator)
         if algorithm.kl_ctrl.type == "adaptive":
             check_kl(kl, batch, state.step)
             num_trained = len(batch.trained_rows)
-            if num_trained:
+            if adjusted is None and num_trained:
                 run.kl_controller.update(kl, num_trained)
         state.metrics.update(metrics)
         num_masked = batch.num_sequences - len(batch.trained_rows)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import Config
-from rlhf_mc.health.adjustments import Adjustment
+from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
@@ -162,6 +163,8 @@ def act(
         name, text = changes["roll_back"]
         health.rolled_back(name, to=roll_back(run, roll_back_checkpoints, step, text))
         return "rolled back"
+    if "fixed_kl_coef" in changes:
+        fix_kl_coef(cfg, run.adjustments, step, changes["fixed_kl_coef"][1])
     return "continues"
 
 
@@ -171,7 +174,7 @@ def roll_back(run: Run, roll_back_checkpoints: RollBack, step: int, reason: str)
     health.max_rollbacks times. Every rank must call it. reason: the line of the rule."""
     cfg = run.config.health
     adjustments = run.adjustments
-    done = adjustments.num_made
+    done = adjustments.num_made("learning_rate_factor")
     if done >= cfg.max_rollbacks:
         raise Unhealthy(
             f"{reason}; the run was rolled back {done} times before (health.max_rollbacks). Its "
@@ -186,7 +189,7 @@ def roll_back(run: Run, roll_back_checkpoints: RollBack, step: int, reason: str)
             "actor.optim.lr, or resume another checkpoint with trainer.resume_from_path",
             saves=False,
         )
-    adjustments.add(Adjustment(cfg.rollback_lr_factor, start, reason))
+    adjustments.add(Adjustment("learning_rate_factor", cfg.rollback_lr_factor, start, reason))
     factor = adjustments.learning_rate_factor(start + 1)
     print_line(
         f"warning: rolled back from step {step} to step {start}; learning rates are those of the "
@@ -194,3 +197,17 @@ def roll_back(run: Run, roll_back_checkpoints: RollBack, step: int, reason: str)
         rank_0_only=True,
     )
     return start
+
+
+def fix_kl_coef(cfg: HealthConfig, adjustments: Adjustments, step: int, reason: str) -> None:
+    """Give the KL term the coefficient health.kl_coef from the next step on. Every rank must call
+    it."""
+    coef = cfg.kl_coef
+    assert coef is not None, "config/checks.py ensures it"
+    if adjustments.kl_coef(step + 1) == coef:
+        return
+    adjustments.add(Adjustment("kl_coef", coef, step, reason))
+    print_line(
+        f"warning: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)",
+        rank_0_only=True,
+    )

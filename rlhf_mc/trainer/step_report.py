@@ -60,7 +60,9 @@ def _add_step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     if run.config.rollout.n > 1:
         state.metrics["train/equal_groups_ratio"] = equal_groups_ratio(batch, run.config.rollout.n)
     if run.config.actor.use_kl_loss:
-        state.metrics["actor/kl_coef"] = kl_loss_coef(run.config, run.kl_controller)
+        state.metrics["actor/kl_coef"] = kl_loss_coef(
+            run.config, run.kl_controller, run.adjustments.kl_coef(state.step)
+        )
     if run.config.actor.entropy_coeff_end is not None:
         coeff = entropy_coeff(run.config.actor, state.step, run.schedule.total_steps)
         state.metrics["actor/entropy_coeff"] = coeff

@@ -201,6 +201,22 @@ def test_run_without_a_healthy_checkpoint_ends_on_every_rank(
     assert not (tmp_path / "hf").exists()
 
 
+def test_kl_coefficient_is_fixed_from_the_next_step_on(
+    train: Any, plain: list[dict[str, Any]], bound: float, tmp_path: Path
+) -> None:
+    ranks = train(
+        tmp_path,
+        "health.kl_coef=0.75",
+        f"health.ref_kl_max={bound}",
+        "health.ppo_kl_explosion=100",
+    )
+    coefs = [row["actor/reward_kl_penalty_coeff"] for row in ranks[0]["metrics"]]
+    assert coefs == [*(row["actor/reward_kl_penalty_coeff"] for row in plain[:3]), 0.75]
+    assert [(made["setting"], made["after_step"]) for made in ranks[0]["adjustments"]] == [
+        ("kl_coef", 3)
+    ]
+
+
 def test_unhealthy_run_keeps_the_last_healthy_checkpoint(
     train: Any, bound: float, tmp_path: Path
 ) -> None:

@@ -268,7 +268,7 @@ def test_dotted_keys_cover_every_field() -> None:
         ("trainer.save_minutes", True),
         ("trainer.logger", True),
         ("trainer.seed", False),
-        ("health.patience", True),
+        ("health.kl_coef", True),
         ("health.of_an_earlier_version", True),
         ("trainer.of_an_earlier_version", False),
         ("actor.optim.lr", False),

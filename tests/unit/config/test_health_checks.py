@@ -10,6 +10,7 @@ from config_files import validated
 from rlhf_mc.config.errors import UserError
 
 ROLL_BACK = "health.roll_back=kl_explosion"
+FIXED = "health.kl_coef=0.1"
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,13 @@ ROLL_BACK = "health.roll_back=kl_explosion"
             (
                 "health.roll_back has kl_explosion; that needs checkpoints: trainer.save_freq of "
                 "at least"
+            ),
+        ),
+        (
+            [FIXED],
+            (
+                "health.kl_coef is 0.1; that needs a KL term: algorithm.use_kl_in_reward or "
+                "actor.use_kl_loss: true"
             ),
         ),
         (
@@ -48,6 +56,7 @@ def test_settings_that_cannot_be_carried_out_are_refused(
     [
         [ROLL_BACK, "trainer.save_freq=5"],
         [ROLL_BACK, "health.enable=false"],
+        [FIXED, "algorithm.use_kl_in_reward=true"],
     ],
 )
 def test_settings_that_can_be_are_not(config_file: Path, overrides: list[str]) -> None:

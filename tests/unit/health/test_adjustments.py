@@ -20,7 +20,7 @@ def reread(directory: Path) -> Adjustments:
 def test_learning_rate_factors_multiply_from_their_step_on(tmp_path: Path) -> None:
     made = Adjustments(tmp_path)
     for step in (8, 4):
-        made.add(Adjustment(0.5, step, f"KL at step {step}"))
+        made.add(Adjustment("learning_rate_factor", 0.5, step, f"KL at step {step}"))
     found = reread(tmp_path)
     assert [found.learning_rate_factor(step) for step in (4, 5, 8, 9)] == [1.0, 0.5, 0.5, 0.25]
     assert found.in_effect(8) == [
@@ -31,8 +31,19 @@ def test_learning_rate_factors_multiply_from_their_step_on(tmp_path: Path) -> No
     ]
     assert found.in_effect(3) == []
     # A deterministic fault has the same text each time that the run is rolled back.
-    found.add(Adjustment(0.5, 8, "KL at step 8"))
-    assert reread(tmp_path).learning_rate_factor(9) == 0.125 and reread(tmp_path).num_made == 3
+    found.add(Adjustment("learning_rate_factor", 0.5, 8, "KL at step 8"))
+    assert (
+        reread(tmp_path).learning_rate_factor(9) == 0.125
+        and reread(tmp_path).num_made("learning_rate_factor") == 3
+    )
+    assert found.kl_coef(9) is None
+
+
+def test_last_kl_coefficient_holds(tmp_path: Path) -> None:
+    made = Adjustments(tmp_path)
+    made.add(Adjustment("kl_coef", 0.1, 3, "KL"))
+    made.add(Adjustment("kl_coef", 0.2, 5, "KL"))
+    assert [reread(tmp_path).kl_coef(step) for step in (3, 4, 5, 6)] == [None, 0.1, 0.1, 0.2]
 
 
 @pytest.mark.parametrize(
@@ -41,12 +52,12 @@ def test_learning_rate_factors_multiply_from_their_step_on(tmp_path: Path) -> No
         "{",
         "[1]",
         '{"setting": "lr", "value": 1, "after_step": 1, "reason": ""}',
-        '{"setting": "learning_rate_factor"}',
-        '{"setting": "learning_rate_factor", "value": NaN, "after_step": 1, "reason": ""}',
+        '{"setting": "kl_coef"}',
+        '{"setting": "kl_coef", "value": NaN, "after_step": 1, "reason": ""}',
     ],
 )
 def test_a_line_that_was_edited_is_named(tmp_path: Path, line: str) -> None:
-    Adjustments(tmp_path).add(Adjustment(0.1, 3, "KL"))
+    Adjustments(tmp_path).add(Adjustment("kl_coef", 0.1, 3, "KL"))
     path = tmp_path / "adjustments.jsonl"
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(UserError, match=r"adjustments.jsonl, line 2: not an adjustment"):
@@ -54,11 +65,6 @@ def test_a_line_that_was_edited_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_line_separator_within_a_text_ends_no_line(tmp_path: Path) -> None:
-    row = {
-        "setting": "learning_rate_factor",
-        "value": 0.1,
-        "after_step": 3,
-        "reason": "a\u2028b\u0085c",
-    }
+    row = {"setting": "kl_coef", "value": 0.1, "after_step": 3, "reason": "a\u2028b\u0085c"}
     (tmp_path / "adjustments.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
-    assert reread(tmp_path).learning_rate_factor(4) == 0.1
+    assert reread(tmp_path).kl_coef(4) == 0.1

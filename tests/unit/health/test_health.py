@@ -337,6 +337,10 @@ def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_p
             "health.warn and health.stop are both responses to truncated; a rule has one",
         ),
         (
+            ["health.kl_coef=0.1", "health.stop=kl_explosion", "algorithm.use_kl_in_reward=true"],
+            "health.stop and health.kl_coef are both responses to kl_explosion; a rule has one",
+        ),
+        (
             ["health.ppo_kl_max=often"],
             "health.ppo_kl_max: found the string 'often', expected a finite number",
         ),

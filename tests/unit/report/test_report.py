@@ -307,7 +307,7 @@ def test_marks_are_resumes_failures_and_adjustments(root: Path, tmp_path: Path) 
     ]
     (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
     (tmp_path / "nonfinite_step_4.json").write_text("[]")
-    change = {"setting": "learning_rate_factor", "value": 0.1, "after_step": 6, "reason": "KL"}
+    change = {"setting": "kl_coef", "value": 0.1, "after_step": 6, "reason": "KL"}
     (tmp_path / "adjustments.jsonl").write_text(json.dumps(change) + "\n")
     found = [(mark["step"], mark["kind"]) for mark in marks(read_run(tmp_path))]
     assert found == [(4, "failure"), (6, "adjustment"), (9, "failure")]
