@@ -33,11 +33,11 @@ from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.roles import tokens_on_rank
 from rlhf_mc.data.balance import Shared, num_sharing_ranks
 from rlhf_mc.json_files import read
-from rlhf_mc.models.pipeline import micro_batches_by_replica
 from rlhf_mc.planner.collectives import Passes, PassTokens
 from rlhf_mc.planner.gpus import GPUS, Machine
 from rlhf_mc.planner.published import MODELS
 from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer.token_budget import micro_batches_by_replica, my_micro_batches
 
 TP = 2
 GPUS_PER_NODE = 8
@@ -165,7 +165,7 @@ def measure(directory: str, rounds: int) -> None:
             mini = batch.with_fields(
                 advantages=scores + 1, old_log_probs=scores, ref_log_probs=scores
             )
-            micro_batches = engine.micro_batches(mini, LONGEST // 2)
+            micro_batches = my_micro_batches(engine, mini, LONGEST // 2)
             dist.barrier()
             start = time.perf_counter()
             engine.train_step(mini, micro_batches, objective(engine, mini, "token-mean"))

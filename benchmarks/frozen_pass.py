@@ -26,6 +26,7 @@ from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
+from rlhf_mc.trainer.token_budget import my_micro_batches
 
 VARIANTS = ("trainable", "frozen")
 
@@ -96,7 +97,7 @@ def main() -> None:
                     ) -> None:
                         out[variant] = engine.score(
                             batch,
-                            engine.micro_batches(batch, 1 << 20),
+                            my_micro_batches(engine, batch, 1 << 20),
                             log_prob_head(args.vocab, 1.0),
                         )
 

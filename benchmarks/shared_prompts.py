@@ -45,6 +45,7 @@ from rlhf_mc.models.heads import log_prob_head, log_probs
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
+from rlhf_mc.trainer.token_budget import my_micro_batches
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -95,7 +96,7 @@ def make_engines(directory: str) -> dict[str, ModelEngine]:
 def passes(engine: ModelEngine, batch: RaggedBatch, budget: int) -> dict[str, Any]:
     """Return the two passes by name, as functions."""
     vocab = engine.shape.vocab_size
-    plan = engine.micro_batches(batch, budget)
+    plan = my_micro_batches(engine, batch, budget)
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> Any:
         return log_probs(model, states, micro.targets, vocab, 1.0).sum(), {}

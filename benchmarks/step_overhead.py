@@ -77,6 +77,7 @@ class EnginesAlone:
     def prepare(self, batch: RaggedBatch, prompts: Sequence[Any], step: int) -> None:
         """Take over the work of a step, cut into micro-batches as the step has cut it."""
         from rlhf_mc.models.forward import pack_micro_batch
+        from rlhf_mc.trainer.token_budget import my_micro_batches
         from rlhf_mc.trainer.update import mini_batches
 
         run = self.run
@@ -89,7 +90,7 @@ class EnginesAlone:
         self.micro_batches = {}
         for phase, engine in models.items():
             if engine is not None:
-                plan = engine.micro_batches(batch, run.token_budgets[phase])
+                plan = my_micro_batches(engine, batch, run.token_budgets[phase])
                 self.micro_batches[phase] = [[pack_micro_batch(batch, group) for group in plan]]
         for phase, engine, part in (
             ("update_critic", run.critic, cfg.critic),
@@ -111,7 +112,7 @@ class EnginesAlone:
             self.micro_batches[phase] = [
                 [
                     pack_micro_batch(mini, group)
-                    for group in engine.micro_batches(mini, run.token_budgets[phase])
+                    for group in my_micro_batches(engine, mini, run.token_budgets[phase])
                 ]
                 for mini in minis
             ]

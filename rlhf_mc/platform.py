@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import time
@@ -119,6 +120,14 @@ def is_out_of_memory(error: BaseException) -> bool:
         error, RuntimeError
     ) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError) or cpu_allocator
+
+
+def free_cached_memory() -> None:
+    """Free what is no longer referenced: objects in reference cycles, and blocks that torch keeps
+    for reuse."""
+    gc.collect()
+    if use_cuda():
+        torch.cuda.empty_cache()
 
 
 def keep_freed_memory() -> None:

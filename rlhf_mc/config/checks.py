@@ -24,6 +24,7 @@ from rlhf_mc.config.roles import (
     saves_checkpoints,
     shares_weights,
     tokens_on_rank,
+    uses_critic,
     uses_reference,
 )
 from rlhf_mc.config.schema import (
@@ -86,6 +87,13 @@ def _pools(cfg: Config) -> Iterator[str]:
         yield (
             f"resource_pools.train is {yaml_text(pools.train)} and resource_pools.rollout is "
             f"{yaml_text(pools.rollout)}; both must be set, or neither"
+        )
+    if not has_rollout_pool(cfg):
+        return
+    if cfg.health.out_of_memory == "halve_tokens":
+        yield (
+            "health.out_of_memory is halve_tokens and resource_pools is set; ranks of the rollout "
+            "pool do not repeat updates: set it to stop"
         )
 
 
@@ -359,6 +367,31 @@ def _health(cfg: Config) -> Iterator[str]:
             f"health.kl_coef is {health.kl_coef}; that needs a KL term: algorithm.use_kl_in_reward "
             "or actor.use_kl_loss: true"
         )
+    if health.out_of_memory == "halve_tokens":
+        yield from _halving(cfg)
+
+
+_ALONE = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "overlap_grad_reduce": False,
+}
+"""The settings of MegatronConfig with which a rank computes its gradients without another."""
+
+
+def _halving(cfg: Config) -> Iterator[str]:
+    needs = "health.out_of_memory is halve_tokens; that needs"
+    for role in ("actor", "critic") if uses_critic(cfg) else ("actor",):
+        if get_setting(cfg, f"{role}.strategy") != "megatron":
+            yield f"{needs} {role}.strategy: megatron, since ranks gather weights in an update"
+        for key, wanted in _ALONE.items():
+            if (value := getattr(layouts(cfg)[role], key)) != wanted:
+                yield (
+                    f"{needs} {role}.megatron.{key}: {yaml_text(wanted)} (now {yaml_text(value)}), "
+                    "since no rank may wait for another within an update"
+                )
 
 
 def _profile(cfg: Config) -> Iterator[str]:

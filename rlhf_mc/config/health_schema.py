@@ -69,6 +69,12 @@ class HealthConfig:
     """roll_back: the factor of the learning rates of actor and critic, each time."""
     max_rollbacks: Count = 3
     """roll_back: the run ends with an error when a rule asks for one more."""
+    out_of_memory: Literal["stop", "halve_tokens"] = "stop"
+    """Response to a rank that runs out of memory in an update. stop: the run ends with an error.
+    halve_tokens: every rank repeats the update with half the token budget of a micro-batch, and
+    keeps it; a micro-batch's size changes no number but for rounding. It needs data parallelism
+    alone and megatron.overlap_grad_reduce: false for actor and critic: ranks must not wait for one
+    that has failed. It needs no enable."""
     patience: Count = 5
     """Consecutive steps in which most rules must hold before they count. not_finite, kl_explosion,
     rollout_mismatch and memory_near_limit count at once."""

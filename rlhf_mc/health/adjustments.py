@@ -18,7 +18,7 @@ from rlhf_mc.run_files import ADJUSTMENTS_FILE, text_lines
 from rlhf_mc.topology.consensus import on_rank_0
 
 SUBJECT = "trainer.default_local_dir"
-Setting = Literal["learning_rate_factor", "kl_coef"]
+Setting = Literal["learning_rate_factor", "kl_coef", "max_token_len"]
 _SETTINGS = get_args(Setting)
 
 
@@ -29,10 +29,14 @@ class Adjustment:
     setting: Setting
     value: float
     """learning_rate_factor: factor of the learning rates, on top of earlier ones. kl_coef: the
-    coefficient of the KL term."""
+    coefficient of the KL term. max_token_len: the token budget of an update's micro-batches."""
     after_step: int
     """The adjustment is in effect from the next step on."""
     reason: str
+    phase: str = ""
+    """max_token_len: "update_actor" or "update_critic"."""
+    update: int = 0
+    """max_token_len: the first update of the next step that has it, from 0."""
 
 
 class Adjustments:
@@ -71,6 +75,16 @@ class Adjustments:
             (made.value for made in reversed(self._all("kl_coef")) if made.after_step < step), None
         )
 
+    def max_token_len(self, phase: str, step: int, update: int) -> int | None:
+        """Return the token budget of an update's micro-batches in place of the configured one;
+        None: no other."""
+        made = [
+            a
+            for a in self._all("max_token_len")
+            if a.phase == phase and (a.after_step + 1, a.update) <= (step, update)
+        ]
+        return min((int(a.value) for a in made), default=None)
+
     def in_effect(self, after_step: int) -> list[str]:
         """Return a line for each setting that differs from the config in the step after this
         one."""
@@ -80,6 +94,9 @@ class Adjustments:
             lines.append(f"learning rates are those of the config times {factor:g}")
         if (coef := self.kl_coef(step)) is not None:
             lines.append(f"the KL coefficient is {coef:g}")
+        for phase in sorted({made.phase for made in self._all("max_token_len")}):
+            if (tokens := self.max_token_len(phase, step, 0)) is not None:
+                lines.append(f"{phase} has micro-batches of at most {tokens} tokens")
         return [
             f"{line} ({self._path.name}; without the file they are the config's)" for line in lines
         ]
@@ -109,6 +126,7 @@ def _parsed(path: Path, number: int, line: str) -> Adjustment:
         valid = (
             made.setting in _SETTINGS
             and isinstance(made.after_step, int)
+            and isinstance(made.update, int)
             and isinstance(made.value, (int, float))
             and math.isfinite(made.value)
         )

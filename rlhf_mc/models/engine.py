@@ -19,7 +19,6 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.model_schema import fsdp_config
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
-from rlhf_mc.data.balance import PromptGroups, plan_prompt_groups
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.adapted_layers import adapters_off
 from rlhf_mc.models.forward import MicroBatch
@@ -35,10 +34,10 @@ from rlhf_mc.models.optimizer import (
     state_bytes,
 )
 from rlhf_mc.models.pipeline import (
+    MemoryRecovery,
     MicroBatchSchedule,
     OnLastStage,
     loss_of_dummy,
-    micro_batches_by_replica,
 )
 from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
@@ -86,6 +85,7 @@ class ModelEngine:
         self._schedule = MicroBatchSchedule(self.chunks, groups, megatron)
         self._megatron = megatron
         self._scheduler: Any = None
+        self._memory_recovery: MemoryRecovery | None = None
         self._adapters_on = True
         self._exchange = Exchange(groups)
         self.replay: ExpertReplay | None = None
@@ -171,6 +171,13 @@ class ModelEngine:
         self._optim = optim
         self._scheduler = learning_rate_schedule(self.strategy.optimizer, optim, total_steps)
 
+    def recover_memory(self) -> None:
+        """Let train_step raise OutOfMemory on every rank, with weights and optimizer as before,
+        where a rank runs out of memory in its passes. For the layouts of MemoryRecovery;
+        make_trainable must precede."""
+        assert self.groups.mesh.dp == self.groups.mesh.world, self.groups.mesh
+        self._memory_recovery = MemoryRecovery(self.chunks[0].config)
+
     @property
     def lr(self) -> float:
         """The learning rate of the next optimizer step."""
@@ -209,19 +216,6 @@ class ModelEngine:
         set_adam_steps(self.strategy.optimizer, progress["optimizer_steps"])
         self._scheduler.num_steps = progress["schedule_steps"]
         self._scheduler.step(increment=0)
-
-    def micro_batches(self, batch: RaggedBatch, budget: int) -> Sequence[list[int]]:
-        """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: a
-        rank's tokens of one."""
-        mesh = self.groups.mesh
-        coordinate = self.groups.coordinate
-        lens = batch.seq_lens.tolist()
-        cost = self.shape.sequence_cost
-        if self.shares_prompts and mesh.cp == 1:
-            groups = PromptGroups(lens, batch.prompt_lens.tolist(), batch.prompt_groups.tolist())
-            return plan_prompt_groups(groups, mesh.dp, budget, cost)[coordinate.dp]
-        plan = micro_batches_by_replica(lens, mesh, budget, cost)
-        return plan[coordinate.dp * mesh.cp + coordinate.cp]
 
     @torch.no_grad()
     def score(
@@ -357,8 +351,12 @@ class ModelEngine:
                     )
             return value * (scale + sums.zero_if_finite())
 
+        passes = lambda: self._run(batch, micro_batches, share, self.strategy.trained)  # noqa: E731
         with replayed(self.replay, batch, micro_batches, False):
-            self._run(batch, micro_batches, share, self.strategy.trained)
+            if self._memory_recovery is None:
+                passes()
+            else:
+                self._memory_recovery.run(passes)
         return sums
 
     @property

@@ -1,6 +1,6 @@
-"""The micro-batches of each replica, and their way through Megatron-Core's pipeline schedule:
-shapes of the P2P messages, the reduction of gradients during the backward pass
-(overlap_grad_reduce), and named ranges in traces.
+"""Micro-batches through Megatron-Core's pipeline schedule, and its settings: shapes of the P2P
+messages, the reduction of gradients during the backward pass (overlap_grad_reduce), named ranges in
+traces, and recovery from running out of memory in the passes of an update.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func,
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhf_mc import platform
-from rlhf_mc.config.roles import overlaps_reduction, tokens_on_rank
+from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.data.balance import Cost, num_sharing_ranks, plan_micro_batches, plan_shared
+from rlhf_mc.data.balance import num_sharing_ranks
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.context_parallel import Context
 from rlhf_mc.models.forward import (
@@ -36,23 +36,10 @@ from rlhf_mc.models.router_replay import ExpertReplay
 from rlhf_mc.models.transformer_engine import token_multiple
 from rlhf_mc.runtime.work import count, working
 from rlhf_mc.topology.groups import ProcessGroups
-from rlhf_mc.topology.mesh import Mesh
 
 Shape = tuple[int, int, int]
 OnLastStage = Callable[[PackedGPT, torch.Tensor, MicroBatch], Any]
 """(model, states [r, 1, hidden], micro-batch) -> the loss, or nothing in a forward pass."""
-
-
-def micro_batches_by_replica(
-    seq_lens: Sequence[int], mesh: Mesh, budget: int, cost: Cost
-) -> Sequence[Sequence[list[int]]]:
-    """Return the sequences of the micro-batches of each replica, context-parallel ranks included:
-    [replica][number]. budget: a rank's tokens of one."""
-    if mesh.dynamic_cp:
-        return plan_shared(seq_lens, mesh.replicas, mesh.cp, budget, cost, tokens_on_rank)
-    padded = [tokens_on_rank(length, mesh.cp) * mesh.cp for length in seq_lens]
-    plan = plan_micro_batches(padded, mesh.dp, budget * mesh.cp, cost)
-    return [micro_batches for micro_batches in plan for _ in range(mesh.cp)]
 
 
 class PlannedShapes(P2PCommunicator):
@@ -267,3 +254,58 @@ class MicroBatchSchedule:
                 collect_non_loss_data=forward_only,
                 **extra,
             )
+
+
+class OutOfMemory(Exception):
+    """A rank has run out of memory in the passes of an update. Raised on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} is out of memory")
+        self.rank = rank
+        """The highest rank that has."""
+
+
+class MemoryRecovery:
+    """Lets every rank abandon an update in whose passes a rank runs out of memory.
+
+    Until its gradients are reduced, a rank must not wait for another: one whose pass has failed
+    would never come. So it is for models with data parallelism alone, without overlap_grad_reduce.
+    It costs one reduction of 4 bytes over CPU memory for each update."""
+
+    def __init__(self, config: Any) -> None:
+        """config: Megatron-Core's TransformerConfig, whose finalize_model_grads_func reduces the
+        gradients."""
+        finalize = config.finalize_model_grads_func
+        self._is_agreed = False
+
+        def agree_then_finalize(*args: Any, **kwargs: Any) -> Any:
+            self._agree(False)
+            return finalize(*args, **kwargs)
+
+        config.finalize_model_grads_func = agree_then_finalize
+
+    def run(self, passes: Callable[[], None]) -> None:
+        """Run the passes and the reduction that follows them. Raise OutOfMemory on every rank if
+        one has run out of memory in its passes; all memory of the passes is free then. Every rank
+        must call it."""
+        self._is_agreed = False
+        failed = False
+        try:
+            passes()
+        except RuntimeError as error:
+            if self._is_agreed or not platform.is_out_of_memory(error):
+                raise
+            # outside of this block nothing refers to the stack, which holds the activations
+            failed = True
+        if failed:
+            platform.free_cached_memory()
+            self._agree(True)
+
+    def _agree(self, failed: bool) -> None:
+        """Raise OutOfMemory if a rank calls it with True. Every rank must call it."""
+        # CPU memory: over gloo
+        rank = torch.tensor([dist.get_rank() if failed else -1], dtype=torch.int32)
+        dist.all_reduce(rank, op=dist.ReduceOp.MAX)
+        self._is_agreed = True
+        if rank.item() >= 0:
+            raise OutOfMemory(int(rank.item()))

@@ -161,6 +161,8 @@ def build_models(
                 # The actor's learning-rate schedule counts the steps in which the actor is updated.
                 warmup = cfg.trainer.critic_warmup if role == "actor" else 0
                 models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
+                if cfg.health.out_of_memory == "halve_tokens":
+                    models[role].recover_memory()
             offload_schedule.add(role, models[role])
     models["actor"].predicts_observations = cfg.actor.env_loss_coef > 0
     _set_routers(cfg, models["actor"])

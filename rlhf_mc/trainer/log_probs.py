@@ -15,6 +15,7 @@ from rlhf_mc.models.heads import Head
 from rlhf_mc.topology.consensus import sum_over_ranks
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState, start_slowest_rank
+from rlhf_mc.trainer.token_budget import my_micro_batches
 
 _SUMMED_TOGETHER = 1 << 26
 """Numbers of teachers that are summed over the ranks at a time, on the device: 256 MiB."""
@@ -39,7 +40,7 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     parts: dict[str, torch.Tensor] = {}  # this rank's parts of the results
     for name, (phase, engine, pass_head) in passes.items():
         with run.offload_schedule.phase(state.timer, phase):
-            micro_batches = engine.micro_batches(batch, run.token_budgets[phase])
+            micro_batches = my_micro_batches(engine, batch, run.token_budgets[phase])
             parts[name] = engine.my_scores(batch, micro_batches, pass_head)
     if "old_log_probs" in parts:
         start_slowest_rank(state, "old_log_prob", run.groups.members)

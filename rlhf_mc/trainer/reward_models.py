@@ -18,6 +18,7 @@ from rlhf_mc.data.conversations import ConversationTokenizer, conversation_batch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import value_head
 from rlhf_mc.topology.consensus import gather_results
+from rlhf_mc.trainer.token_budget import my_micro_batches
 
 
 @dataclass(frozen=True)
@@ -125,5 +126,5 @@ def _conversations(
 def score_sequences(engine: ModelEngine, batch: RaggedBatch, budget: int) -> torch.Tensor:
     """Return a reward model's score of each sequence, its value at the last token: [S] float32, on
     every rank."""
-    micro_batches = engine.micro_batches(batch, budget)
+    micro_batches = my_micro_batches(engine, batch, budget)
     return engine.score(batch, micro_batches, value_head, per_sequence=True)

@@ -17,6 +17,7 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import teacher_head
+from rlhf_mc.trainer.token_budget import my_micro_batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class Teacher:
         last one, and one that the student lacks has probability 0."""
         common = min(vocab_size, self.engine.shape.vocab_size)
         batch = replace(batch, tokens=batch.tokens.clamp(max=common - 1))
-        micro_batches = self.engine.micro_batches(batch, self.budget)
+        micro_batches = my_micro_batches(self.engine, batch, self.budget)
         head = teacher_head(common, temperature, k)
         return self.engine.my_scores(batch, micro_batches, head, columns=1 + 2 * k)
 

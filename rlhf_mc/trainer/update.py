@@ -40,6 +40,7 @@ from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_state import StepState
 from rlhf_mc.trainer.teachers import teacher_top
+from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
 
 def mini_batches(
@@ -283,8 +284,7 @@ def update(
     batch: RaggedBatch,
     mini_batch_indices: Iterator[list[int]],
     objective: Callable[[RaggedBatch], Loss],
-    budget: int,
-    step: int,
+    budget: TokenBudget,
     skipped: SkippedUpdates,
     computes_old_log_probs: bool = False,
 ) -> tuple[RaggedBatch, dict[str, float]]:
@@ -292,25 +292,18 @@ def update(
     the batch, and by key the mean of each statistic over the steps taken, and the share of skipped
     steps: "{role}/{statistic}". Every rank must call it.
 
-    budget: a rank's tokens of a micro-batch. step: the PPO step. computes_old_log_probs: the batch
-    has none yet; it gets those of its only mini-batch."""
+    computes_old_log_probs: the batch has none yet; it gets those of its only mini-batch."""
     trained = set(batch.trained_rows.tolist())
     wanted = ([i for i in indices if i in trained] for indices in mini_batch_indices)
     minis = [indices for indices in wanted if indices]
-    taken: list[OptimizerStep] = []
+    steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
         with platform.named_range("mini_batch"):
             mini = batch.select(indices)
-            micro_batches = engine.micro_batches(mini, budget)
-            try:
-                result = engine.train_step(mini, micro_batches, objective(mini))
-            except RuntimeError as error:
-                if platform.is_out_of_memory(error):
-                    error.add_note(_advice(engine, budget, step, number))
-                raise
-        taken.append(result)
+            step = train_step(engine, mini, objective(mini), budget, number)
+        steps.append(step)
         if computes_old_log_probs:
-            log_probs = engine.collect_log_probs(result, mini)
+            log_probs = engine.collect_log_probs(step, mini)
             mini = mini.with_fields(old_log_probs=log_probs)
             positions = ragged_indices(batch.response_lens.numpy(), np.array(indices))
             batch = batch.with_fields(
@@ -318,23 +311,12 @@ def update(
                     (torch.from_numpy(positions),), log_probs
                 )
             )
-        skipped.record(engine, step, mini, result.skipped)
-    metrics = mean_by_key(engine.statistics(taken))
+        skipped.record(engine, budget.step, mini, step.skipped)
+    metrics = mean_by_key(engine.statistics(steps))
     engine.end_of_ppo_step()
     if computes_old_log_probs and not minis:
         batch = batch.with_fields(old_log_probs=batch.rollout_log_probs)
     return batch, {f"{engine.name}/{key}": value for key, value in metrics.items()}
-
-
-def _advice(engine: ModelEngine, budget: int, step: int, number: int) -> str:
-    """Return what a user can do where this rank is out of memory. number: of the update in its
-    step, from 0."""
-    role = engine.name
-    return (
-        f"{role}: rank {engine.groups.rank} is out of memory in update {number + 1} of step {step},"
-        f" with micro-batches of {budget} tokens; lower {role}.ppo_max_token_len_per_gpu, or shard "
-        f"the model over more ranks ({role}.megatron)"
-    )
 
 
 def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
@@ -349,8 +331,8 @@ def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
         minis = step_mini_batches(cfg, state.step, size, epochs)
         scale = critic.loss_scale_factor or cfg.data.max_response_length
         objective = partial(critic_objective, cfg=critic, loss_scale_factor=scale)
-        budget = run.token_budgets["update_critic"]
-        _, metrics = update(run.critic, batch, minis, objective, budget, state.step, run.skipped)
+        budget = token_budget(run, "critic", state.step)
+        _, metrics = update(run.critic, batch, minis, objective, budget, run.skipped)
         state.metrics |= metrics
 
 
@@ -380,16 +362,10 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
             temperature=cfg.rollout.temperature,
             terms=terms,
         )
+        budget = token_budget(run, "actor", state.step)
         computes_old_log_probs = batch.old_log_probs is None
         batch, metrics = update(
-            run.actor,
-            batch,
-            minis,
-            objective,
-            run.token_budgets["update_actor"],
-            state.step,
-            run.skipped,
-            computes_old_log_probs,
+            run.actor, batch, minis, objective, budget, run.skipped, computes_old_log_probs
         )
         state.metrics |= metrics
         if computes_old_log_probs:
@@ -415,3 +391,10 @@ def step_mini_batches(cfg: Config, step: int, size: int, epochs: int) -> Iterato
     return mini_batches(
         cfg.data.train_batch_size, cfg.rollout.n, size, epochs, cfg.actor.shuffle, seed
     )
+
+
+def token_budget(run: Run, role: str, step: int) -> TokenBudget:
+    """Return the token budget of a model's updates in a step."""
+    data = run.config.data
+    longest = data.max_prompt_length + data.max_response_length
+    return TokenBudget(role, step, run.token_budgets[f"update_{role}"], longest, run.adjustments)

@@ -12,8 +12,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.patching import replaced
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop
-from rlhf_mc.trainer.skipped_updates import SkippedUpdates
+from rlhf_mc.trainer import loop, update
+from rlhf_mc.trainer.token_budget import train_step
 
 
 def train_and_record_updates(config_path: str, overrides: list[str]) -> dict[str, Any]:
@@ -21,13 +21,11 @@ def train_and_record_updates(config_path: str, overrides: list[str]) -> dict[str
     the run, and of each step these numbers and the sample mask."""
     updates = []
 
-    plain = SkippedUpdates.record
+    def record(engine: Any, mini: Any, loss: Any, budget: Any, number: int) -> Any:
+        updates.append((engine.name, budget.step, mini.numbers.tolist()))
+        return train_step(engine, mini, loss, budget, number)
 
-    def record(counts: Any, engine: Any, step: int, mini: Any, skipped: bool) -> None:
-        updates.append((engine.name, step, mini.numbers.tolist()))
-        plain(counts, engine, step, mini, skipped)
-
-    with replaced(SkippedUpdates, "record", record):
+    with replaced(update, "train_step", record):
         return train(config_path, overrides) | {"updates": updates}
 
 

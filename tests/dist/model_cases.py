@@ -34,6 +34,7 @@ from rlhf_mc.config.schema import ActorConfig, MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models import gpt_model, heads
 from rlhf_mc.models.engine import Loss, ModelEngine, engine_layouts
 from rlhf_mc.models.forward import MicroBatch
@@ -43,6 +44,7 @@ from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer import reward_models
 from rlhf_mc.trainer.reward_models import RewardModel, score_sequences
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
+from rlhf_mc.trainer.token_budget import TokenBudget
 from rlhf_mc.trainer.update import ActorTerms, actor_objective, mini_batches, update
 
 __all__ = ["Role", "actor_config", "critic_config", "value_head_weight"]
@@ -248,8 +250,7 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
             batch,
             order,
             lambda mini: actor_objective(mini, config, vocab, TEMPERATURE, terms),
-            32,
-            1,
+            TokenBudget("actor", 1, 32, 32, Adjustments(Path())),
             SkippedUpdates(1, Path()),
         )
         return metrics
@@ -294,8 +295,7 @@ def updates_with_bad_losses(
                     batch,
                     order,
                     objective,
-                    48,
-                    step,
+                    TokenBudget("actor", step, 48, 48, Adjustments(Path())),
                     skipped,
                 )
             except UserError as error:

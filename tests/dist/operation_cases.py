@@ -11,9 +11,11 @@ from gpu_parts.engines import Role, make_engine, mesh_groups, objective, token_b
 from torch.utils import flop_counter
 
 from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models.heads import log_prob_head, value_head
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_report import update_flops
+from rlhf_mc.trainer.token_budget import TokenBudget
 from rlhf_mc.trainer.update import mini_batches, update
 
 PROMPTS = (5, 9, 3)
@@ -53,14 +55,14 @@ def counted_update(checkpoint: str, role: Role) -> tuple[dict[str, int], float]:
         names = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
         batch = batch.with_fields(**dict.fromkeys(names, batch.rollout_log_probs))
         minis = mini_batches(len(PROMPTS), 1, 2, epochs, shuffle=True, seed=(1, 2))
+        budget = TokenBudget(role, 1, 20, 20, Adjustments(Path()))
         counts = _counted(
             lambda: update(
                 engine,
                 batch,
                 minis,
                 lambda mini: objective(engine, mini, "token-mean"),
-                20,
-                1,
+                budget,
                 SkippedUpdates(1, Path()),
             )
         )

@@ -320,6 +320,9 @@ FAULTS = {
         _zeros,
         "tensors are not as at the beginning of the save",
     ),
+    "an error that is not known": Fault(
+        "out_of_memory", "rlhf_mc.platform", "is_out_of_memory", _nothing, "can't allocate memory"
+    ),
     "an arena that forgets": Fault(
         "offload",
         "rlhf_mc.models.offload:HostArena",

@@ -124,6 +124,11 @@ PARTS = (
     ),
     Part("async_save", "training_parts", "a save in the background while parameters change"),
     Part(
+        "out_of_memory",
+        "memory_parts",
+        "a rank runs out of memory: the update is repeated with half the tokens",
+    ),
+    Part(
         "offload",
         "memory_parts",
         "offload at 95 % of the device memory: bits, and rates against a pinned copy",

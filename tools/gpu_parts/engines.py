@@ -40,6 +40,7 @@ from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import ProcessGroups, build_groups
 from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer import token_budget
 from rlhf_mc.trainer.update import ActorTerms, actor_objective, critic_objective
 
 TEMPERATURE = 0.7
@@ -239,14 +240,14 @@ def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> Se
     """Return the micro-batches of this rank's replica."""
     mesh = engine.groups.mesh
     if mesh.dynamic_cp:
-        return engine.micro_batches(batch, budget)
+        return token_budget.my_micro_batches(engine, batch, budget)
     return plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, budget)[engine.groups.coordinate.dp]
 
 
 def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, budget: int) -> torch.Tensor:
     """Return the head's number for every response token of the batch, as a step computes it: [R]
     float32, on every rank. Every rank must call it."""
-    return engine.score(batch, engine.micro_batches(batch, budget), head)
+    return engine.score(batch, token_budget.my_micro_batches(engine, batch, budget), head)
 
 
 def token_batch(

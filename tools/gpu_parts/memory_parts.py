@@ -14,14 +14,20 @@ import torch.distributed as dist
 from gpu_parts import measure
 from gpu_parts.engines import (
     mesh_groups,
+    objective,
     random_engine,
+    shared_directory,
+    token_batch,
+    with_targets,
 )
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.models.gpt_model import uses_transformer_engine
+from rlhf_mc.models.forward import MicroBatch
+from rlhf_mc.models.gpt_model import PackedGPT, uses_transformer_engine
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
 from rlhf_mc.reshard.layout import split_sizes
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
@@ -31,6 +37,7 @@ from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 from rlhf_mc.topology.shared_gpu import in_turn
+from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
 GB = 1e9
 FULL = 0.95
@@ -127,6 +134,50 @@ def _full_device() -> Iterator[float | None]:
     free, total = torch.cuda.mem_get_info()
     yield 1 - free / total
     ballast.clear()
+
+
+def out_of_memory(report: Report, sizes: Sizes) -> None:
+    """Take an update in which the last rank has memory for half of the token budget, and a quarter
+    of that. Every rank must repeat it with half the budget, and have released what the first try
+    took."""
+    with mesh_groups(1, 1) as groups, shared_directory() as root:
+        engine = random_engine(sizes.trained, groups, overlap_grad_reduce=False)
+        engine.recover_memory()
+        replicas = groups.mesh.dp
+        lens = (sizes.prompt_lens * replicas, sizes.response_lens * replicas)
+        batch = with_targets(engine, token_batch(engine.shape.vocab_size, *lens))
+        longest = int(batch.seq_lens.max())
+        # one micro-batch, however the replicas share the batch
+        whole = int(batch.seq_lens.sum()) // replicas + longest
+        half = whole // 2
+        token_budget = TokenBudget("actor", 1, whole, longest, Adjustments(root))
+        bytes_per_token = (1 << 30) // half
+        plain = objective(engine, batch, "token-mean")
+
+        def loss(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
+            activations = torch.empty(
+                micro.tokens.numel() * bytes_per_token, dtype=torch.uint8, device=platform.device()
+            )
+            value, stats = plain(model, states, micro)
+            del activations
+            return value, stats
+
+        train_step(engine, batch, loss, token_budget, 0)  # allocates the optimizer's state
+        in_use = torch.cuda.memory_allocated() if platform.use_cuda() else 0
+        is_last = groups.rank == groups.mesh.world - 1
+        with measure.limited_memory(5 << 28) if is_last else contextlib.nullcontext():
+            step = train_step(engine, batch, loss, token_budget, 1)
+        kept = (torch.cuda.memory_allocated() if platform.use_cuda() else 0) - in_use
+        limit = token_budget.update_limit(1)
+        report.check(
+            limit == half, f"the budget of the repeated update is {limit} tokens, not {half}"
+        )
+        report.check(not step.skipped, "the repeated update was skipped")
+        report.expect(kept < 1 << 20, f"{kept} bytes of the first try are still in use")
+    report.record(kept_bytes=kept)
+    report.summarize(
+        f"the update was repeated with {limit} tokens a micro-batch instead of {whole}"
+    )
 
 
 def weight_update(report: Report, sizes: Sizes) -> None:

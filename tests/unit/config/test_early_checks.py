@@ -268,6 +268,8 @@ def test_settings_that_do_not_fit_the_world_size_or_files(
         ("train=1 rollout=1 actor.megatron.tensor_model_parallel_size=2",
          "actor.megatron.tensor_model_parallel_size 2 x actor.megatron.pipeline_model_parallel_size"
          " 1 = 2 does not divide the 1 processes of resource_pools.train; what would: 1"),
+        ("train=1 rollout=1 health.out_of_memory=halve_tokens",
+         "health.out_of_memory is halve_tokens and resource_pools is set"),
     ],
 )  # fmt: skip
 def test_pools_that_cannot_be(directory: Path, overrides: str, words: str) -> None:

@@ -11,6 +11,8 @@ from rlhf_mc.config.errors import UserError
 
 ROLL_BACK = "health.roll_back=kl_explosion"
 FIXED = "health.kl_coef=0.1"
+HALVE = "health.out_of_memory=halve_tokens"
+ALONE = ("actor.megatron.overlap_grad_reduce=false", "critic.megatron.overlap_grad_reduce=false")
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,19 @@ FIXED = "health.kl_coef=0.1"
             (
                 "health.kl_coef is 0.1; that needs a KL term: algorithm.use_kl_in_reward or "
                 "actor.use_kl_loss: true"
+            ),
+        ),
+        ([HALVE], "that needs actor.megatron.overlap_grad_reduce: false (now null)"),
+        ([HALVE, "actor.strategy=fsdp2"], "that needs actor.strategy: megatron"),
+        (
+            [HALVE, ALONE[0], "critic.megatron.overlap_grad_reduce=true"],
+            "that needs critic.megatron.overlap_grad_reduce",
+        ),
+        (
+            [HALVE, *ALONE, "actor.megatron.tensor_model_parallel_size=2"],
+            (
+                "that needs actor.megatron.tensor_model_parallel_size: 1 (now 2), since no rank "
+                "may wait for another"
             ),
         ),
         (
@@ -57,6 +72,8 @@ def test_settings_that_cannot_be_carried_out_are_refused(
         [ROLL_BACK, "trainer.save_freq=5"],
         [ROLL_BACK, "health.enable=false"],
         [FIXED, "algorithm.use_kl_in_reward=true"],
+        [HALVE, *ALONE],
+        [HALVE, ALONE[0], "algorithm.adv_estimator=grpo", "rollout.n=2"],
     ],
 )
 def test_settings_that_can_be_are_not(config_file: Path, overrides: list[str]) -> None:

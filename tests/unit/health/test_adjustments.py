@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
+from rlhf_mc.trainer.token_budget import TokenBudget
 
 
 def reread(directory: Path) -> Adjustments:
@@ -36,7 +37,7 @@ def test_learning_rate_factors_multiply_from_their_step_on(tmp_path: Path) -> No
         reread(tmp_path).learning_rate_factor(9) == 0.125
         and reread(tmp_path).num_made("learning_rate_factor") == 3
     )
-    assert found.kl_coef(9) is None
+    assert found.kl_coef(9) is None and found.max_token_len("update_actor", 9, 0) is None
 
 
 def test_last_kl_coefficient_holds(tmp_path: Path) -> None:
@@ -44,6 +45,29 @@ def test_last_kl_coefficient_holds(tmp_path: Path) -> None:
     made.add(Adjustment("kl_coef", 0.1, 3, "KL"))
     made.add(Adjustment("kl_coef", 0.2, 5, "KL"))
     assert [reread(tmp_path).kl_coef(step) for step in (3, 4, 5, 6)] == [None, 0.1, 0.1, 0.2]
+
+
+def test_token_budget_is_of_one_phase_and_from_one_update_on(tmp_path: Path) -> None:
+    budget = TokenBudget("critic", 7, 512, 100, Adjustments(tmp_path))
+    budget.halve(2, rank=1)
+    resumed = reread(tmp_path)
+    for step, updates in {6: [512, 512], 7: [512, 256], 8: [256, 256]}.items():
+        of_step = TokenBudget("critic", step, 512, 100, resumed)
+        assert [of_step.update_limit(0), of_step.update_limit(2)] == updates
+    assert TokenBudget("actor", 8, 512, 100, resumed).update_limit(0) == 512
+    assert TokenBudget("critic", 8, 128, 100, resumed).update_limit(0) == 128, (
+        "a resumed run may have a smaller one"
+    )
+    budget.halve(2, rank=1)
+    budget.halve(2, rank=1)
+    assert budget.update_limit(2) == 100, "not below the longest sequence"
+    with pytest.raises(
+        UserError,
+        match=r"^critic: rank 1 is out of memory in update 3 of step 7, with micro-batches of 100 "
+        r"tokens; "
+        r"lower critic.ppo_max_token_len_per_gpu, or",
+    ):
+        budget.halve(2, rank=1)
 
 
 @pytest.mark.parametrize(
