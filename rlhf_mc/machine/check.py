@@ -38,7 +38,7 @@ TESTED_VERSIONS = {
 }
 """The versions in requirements/, with which the tests run."""
 OTHER_PACKAGES = ("transformers", "safetensors", "numpy", "pyarrow", "math-verify")
-SLOW_FACTS: tuple[Callable[[], Any], ...] = (facts.torch, facts.transformer_engine)
+SLOW_FACTS: tuple[Callable[[], Any], ...] = (facts.torch, facts.transformer_engine, facts.apex)
 SOCKET_VARIABLES = ("RLHF_MC_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Variables that name gloo's interface, see docs/cluster.md."""
 WIDTH = 100
@@ -239,11 +239,7 @@ def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> CheckResul
 def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
     """Check Transformer Engine, which GPUs alone use."""
     if library.error:
-        # Megatron-Core, which imports the library wherever it is installed, takes these for absence
-        is_absent = library.error.startswith(("ImportError", "ModuleNotFoundError"))
-        cost = f"{library.error.rstrip('.')}: build it for this torch, or uninstall it"
-        content = f"{library.version}, and its import fails"
-        return CheckResult(content, cost, is_fatal=on_gpus or not is_absent)
+        return _unimported(library, is_fatal=on_gpus or not _counts_as_absent(library))
     if library.version is None:
         cost = (
             "Megatron-Core's local layers take its place: no fused kernels, no FP8, no grouped "
@@ -251,6 +247,23 @@ def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
         )
         return CheckResult("not installed", cost if on_gpus else "")
     return CheckResult(library.version, _tested("transformer-engine", library.version))
+
+
+def apex(library: Library, engine: Library, on_gpus: bool) -> CheckResult:
+    """Check Apex, from which Megatron-Core takes kernels on GPUs where Transformer Engine is not
+    installed."""
+    if library.version is None:
+        text = f"not installed: {library.error}" if library.error else "not installed"
+        if engine.version is not None:
+            return CheckResult(f"{text}; beside Transformer Engine nothing uses it")
+        cost = (
+            "torch takes its place: more kernels for Adam and gradient clipping, no gradient "
+            "accumulation fusion"
+        )
+        return CheckResult(text, cost if on_gpus else "")
+    if library.error:
+        return _unimported(library, is_fatal=not _counts_as_absent(library))
+    return CheckResult(library.version)
 
 
 def packages(versions: dict[str, str | None]) -> CheckResult:
@@ -280,6 +293,17 @@ def compilers(paths: dict[str, str | None], on_gpus: bool) -> CheckResult:
         text,
         f"{'; '.join(users[name] for name in missing)}: what uses these fails at its first call",
     )
+
+
+def _counts_as_absent(library: Library) -> bool:
+    """Return True if Megatron-Core, which imports the library wherever it is installed, takes its
+    error for absence."""
+    return library.error.startswith(("ImportError", "ModuleNotFoundError"))
+
+
+def _unimported(library: Library, is_fatal: bool) -> CheckResult:
+    cost = f"{library.error.rstrip('.')}: build it for this torch, or uninstall it"
+    return CheckResult(f"{library.version}, and its import fails", cost, is_fatal)
 
 
 def _broken(package: str, library: Library) -> CheckResult:
@@ -392,6 +416,7 @@ PARTS: dict[str, Callable[[Reader], CheckResult]] = {
     "Transformer Engine": lambda read: transformer_engine(
         read(facts.transformer_engine), _on_gpus(read)
     ),
+    "Apex": lambda read: apex(read(facts.apex), read(facts.transformer_engine), _on_gpus(read)),
     "packages": lambda read: packages(
         {name: facts.installed_version(name) for name in OTHER_PACKAGES}
     ),

@@ -205,6 +205,16 @@ def transformer_engine() -> Library:
     return imported("transformer-engine", "import transformer_engine.pytorch")[0]
 
 
+def apex() -> Library:
+    """Return Apex as it can be imported, with its kernels that Megatron-Core uses. Where
+    requirements/apex.sh has not installed it, the error is the reason."""
+    library, _ = imported("apex", "import torch, apex, amp_C, fused_weight_gradient_mlp_cuda")
+    reason = Path(sys.prefix, "apex_missing")
+    if library.version is None and reason.exists():
+        return Library(None, reason.read_text().strip())
+    return library
+
+
 def file_system(path: str) -> tuple[int, int]:
     """Return the size of the file system of a path, and what is free of it, in bytes."""
     usage = shutil.disk_usage(path)

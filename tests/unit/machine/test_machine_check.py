@@ -141,6 +141,21 @@ def test_locked_memory(
          ("build "
                                                                                             "it")),
         (check.transformer_engine(Library("2.20.2"), on_gpus=True), "note", "2.11.0 was"),
+        (check.apex(Library(None), Library("2.11.0"), on_gpus=True), "ok", "not installed"),
+        (check.apex(Library(None), Library(None), on_gpus=True), "note",
+         "no gradient accumulation"),
+        (check.apex(Library(None, "failed"), Library("2.11.0"), on_gpus=True), "ok", ("not "
+                                                                                     "installed: "
+                                                                                     "failed; "
+                                                                                     "beside")),
+        (check.apex(Library(None, "failed"), Library(None), on_gpus=True), "note", ("not "
+                                                                                    "installed: "
+                                                                                   "failed torch "
+                                                                                   "takes")),
+        (check.apex(Library("0.1", "ImportError: x"), Library("2.11.0"), on_gpus=True), "note",
+         "uninstall it"),
+        (check.apex(Library("0.1", "ValueError: x"), Library("2.11.0"), on_gpus=True), "error",
+         "uninstall it"),
         (check.packages({"numpy": None}), "error", "numpy"),
         (check.packages({"numpy": "2.2.0"}), "note", "2.3.5 was"),
         (check.compilers({"cc": "/usr/bin/cc", "nvcc": None}, on_gpus=True), "note", "FlashInfer"),

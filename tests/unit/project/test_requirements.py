@@ -167,8 +167,19 @@ def test_packages_of_cuda_are_those_of_one_major_version(gpu: dict[str, Version]
     assert {gpu[name].major for name in cuda} == {13}
 
 
+def test_apex_is_locked_by_commit(gpu: dict[str, Version]) -> None:
+    (line,) = (
+        line
+        for line in (ROOT / "requirements/apex.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    assert re.fullmatch(r"apex @ git\+https://github\.com/NVIDIA/apex@[0-9a-f]{40}", line)
+    assert "apex" not in gpu  # PyPI has another package of this name
+
+
 def test_the_image_compiles_with_the_cuda_and_python_of_the_lock(gpu: dict[str, Version]) -> None:
-    """Check the base image's CUDA, with whose compiler libraries compile kernels for torch's."""
+    """Check the base image's CUDA: Apex compiles only with the minor version that torch was built
+    with."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     (cuda,) = re.findall(
         r"^ARG BASE=nvidia/cuda:([\d.]+)-devel-ubuntu24\.04$", dockerfile, re.MULTILINE
