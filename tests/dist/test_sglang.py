@@ -1,6 +1,6 @@
-"""rollout.name sglang: SGLang's engine samples vLLM's tokens with vLLM's log-probs, of each family,
-over groups of ranks at a stride, in parts and after weight updates; whole steps are vLLM's too, by
-either strategy; it names what it lacks."""
+"""SGLang's engine samples vLLM's tokens with vLLM's log-probs, of each family, over groups of ranks
+at a stride, in parts and after weight updates. Whole steps are vLLM's too, by either strategy, and
+it names what it lacks."""
 
 from __future__ import annotations
 
