@@ -235,18 +235,10 @@ def _in_flight(cfg: Config) -> Iterator[str]:
             "partial_rollout: true, or an"
             " environment (other runs draw the same tokens in any layout)"
         )
-    if cfg.algorithm.filter_groups.enable:
-        for name in ("tail_batching", "one_step_off"):
-            if getattr(rollout, name):
-                yield (
-                    f"rollout.{name} is true and algorithm.filter_groups.enable is true; set one "
-                    "of them, or rollout.partial_rollout alone"
-                )
-    if rollout.one_step_off and estimator_needs(cfg.algorithm).greedy_baseline:
+    if cfg.algorithm.filter_groups.enable and rollout.tail_batching:
         yield (
-            f"rollout.one_step_off is true and algorithm.adv_estimator "
-            f"{cfg.algorithm.adv_estimator} needs greedy responses of the trained weights; set "
-            "one_step_off to false"
+            "rollout.tail_batching is true and algorithm.filter_groups.enable is true; set one of "
+            "them, or rollout.partial_rollout"
         )
     if not trains_on_older_weights(rollout):
         return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.config.roles import prompts_in_flight
+from rlhf_mc.config.roles import prompts_in_flight, prompts_per_batch
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ITEMSIZES
@@ -103,7 +103,8 @@ def pool_bytes(cfg: Config) -> int:
     size = cfg.data.train_batch_size
     num_taken = 1 if cfg.algorithm.filter_groups.enable else size
     num_unfinished = prompts_in_flight(cfg) - num_taken if cfg.rollout.partial_rollout else 0
-    num_stored = (num_unfinished + cfg.rollout.one_step_off * size) * cfg.rollout.n
+    num_ahead = cfg.rollout.one_step_off * prompts_per_batch(cfg.data)
+    num_stored = (num_unfinished + num_ahead) * cfg.rollout.n
     return num_stored * cfg.data.max_response_length * 2 * _FLOAT32
 
 

@@ -2,8 +2,8 @@
 and the modes of trainer.v1.
 
 The nearest here: ranks of their own (resource_pools) with rollout.one_step_off, and with
-rollout.partial_rollout where new weights continue responses. Without such ranks, and with
-filter_groups, it is rollout.partial_rollout on all ranks.
+rollout.partial_rollout where new weights continue responses. Without such ranks it is
+rollout.partial_rollout on all ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def nodes_and_processes(verl: Settings) -> tuple[int, int]:
 
 def has_pools(verl: Settings) -> bool:
     """Return whether the run becomes one with resource_pools."""
-    return _num_ranks(verl)[1] > 0 and not verl.get("algorithm.filter_groups.enable")
+    return _num_ranks(verl)[1] > 0
 
 
 def _strategy(verl: Settings) -> str | None:

@@ -505,6 +505,42 @@ def test_partial_rollout_one_step_ahead_in_pools_resumed_and_replayed(
         assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
 
 
+def test_filtered_and_greedy_one_step_ahead_in_pools_and_resumed(train: Any, config: Path) -> None:
+    """Check that algorithm.filter_groups takes the batch of the step before first, and then
+    samples what it lacks with the present weights; and the greedy responses of remax, which are of
+    the present weights after a resume too."""
+    (config.parent / "parity.py").write_text(REWARD)
+    settings = [
+        *ONE_STEP_OFF,
+        "algorithm.adv_estimator=remax",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=score",
+        f"custom_reward_function.path={config.parent / 'parity.py'}",
+        "trainer.total_training_steps=4",
+    ]
+    whole = train(2, "filtered_off", *settings, "data.gen_batch_size=6", "trainer.save_freq=1")
+    pools = ["resource_pools.train=2", "resource_pools.rollout=2", "data.gen_batch_size=6"]
+    start = f"trainer.resume_from_path={config.parent / 'filtered_off' / 'global_step_2'}"
+    resume = ["trainer.resume_mode=resume_path", start]
+    for name, overrides, first in (("filtered_pools", [], 0), ("filtered_again", resume, 2)):
+        results = train(4, name, *settings, *pools, *overrides)
+        for rank, result in enumerate(results):
+            wanted = whole[rank % 2]["steps"][first:]
+            for step, other in zip(result["steps"], wanted, strict=True):
+                for key in ("prompts", "responses", "ages", "scores", "greedy_scores"):
+                    assert step[key] == other[key], key
+                for key in ("actor/loss", "actor/grad_norm", "train/num_gen_batches", KEPT):
+                    assert step["metrics"].get(key) == other["metrics"].get(key)
+            if rank < 2:
+                _assert_same_weights(result, whole[rank])
+    ages = [{*step["ages"]} for step in whole[0]["steps"]]
+    assert ages[0] == {0} and all(1 in of_step for of_step in ages[1:])
+    assert any(of_step == {0, 1} for of_step in ages[1:]), "some steps lack groups"
+    for step in whole[0]["steps"]:
+        by_group = np.array(step["scores"]).reshape(-1, N)
+        assert (by_group.min(axis=1) < by_group.max(axis=1)).all()
+
+
 def test_tail_batching_one_step_ahead_trains_on_each_prompt_once(train: Any) -> None:
     settings = [*ONE_STEP_OFF, "rollout.tail_batching=true", "rollout.prompts_in_flight=8"]
     steps = train(2, "tail_off", *settings)[0]["steps"]

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 import torch
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.runtime.heartbeat import await_all_ranks
 from rlhf_mc.topology.consensus import gather_vectors, on_every_rank
 from rlhf_mc.trainer.pool.generate import wake_weights
-from rlhf_mc.trainer.pool.sampling import GroupSampling, ScoredBatch
+from rlhf_mc.trainer.pool.sampling import GroupSampling, ScoredBatch, add_greedy
 from rlhf_mc.trainer.pool.strategies import AllGroups, Strategy, choose_strategy, next_position
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
@@ -27,8 +28,11 @@ def next_batch(run: Run, state: StepState) -> ScoredBatch:
         _end(run, state, _begin(run, state, AllGroups(), is_ahead=False))
     assert pool.next_batch is not None
     batch, pool.next_batch = pool.next_batch, None
-    pool.groups = pool.groups[run.config.data.train_batch_size :]
+    size = prompts_per_batch(run.config.data)
+    groups = pool.groups[:size]
+    pool.groups = pool.groups[size:]
     state.num_prompts = next_position(run)
+    add_greedy(run, state, groups, batch[2])
     return batch
 
 
@@ -37,7 +41,7 @@ def _begin(run: Run, state: StepState, strategy: Strategy, is_ahead: bool) -> Gr
     responses have ended, others at once. Every rank must call it."""
     wake_weights(run, state)
     with run.offload_schedule.phase(state.timer, "gen"):
-        needed = run.config.data.train_batch_size
+        needed = prompts_per_batch(run.config.data)
         sampling = GroupSampling(run, state, strategy, needed, is_ahead)
         sampling.begin()
     return sampling

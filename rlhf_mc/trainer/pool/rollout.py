@@ -162,7 +162,10 @@ def filtered_rollout(
                 f"step {state.step}: {_progress(cfg, groups, num_batches)}; it draws on",
                 rank_0_only=True,
             )
-        prompts, batch, stream = sample_groups(run, state, wanted - groups.num_kept)
+        if cfg.rollout.one_step_off and num_batches == 0:
+            prompts, batch, stream = ahead.next_batch(run, state)
+        else:
+            prompts, batch, stream = sample_groups(run, state, wanted - groups.num_kept)
         num_batches += 1
         stop.check()
         batch, scores = await_rewards(run, state, prompts, batch, stream)

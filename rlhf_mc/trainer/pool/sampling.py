@@ -88,9 +88,8 @@ class GroupSampling:
             selected = [np.repeat(is_used, n), *([is_used] if self._has_greedy else [])]
             self._stream.select(np.flatnonzero(np.concatenate(selected)).tolist())
             responses = Responses.of([response for group in groups for response in group.responses])
-        if self._has_greedy:
-            state.greedy = _greedy(run, state, groups, self._stream)
-        self._stream.submit({})  # those that waited for all
+        if not self._has_greedy:  # else `add_greedy` does
+            self._stream.submit({})  # those that waited for all
         has_ages = plan.is_resumable or self._trained_version == state.step
         version = self._trained_version if has_ages else None
         return groups, (*group_batch(groups, responses, version), self._stream)
@@ -104,7 +103,9 @@ def sample_groups(run: Run, state: StepState, needed: int) -> ScoredBatch:
     with run.offload_schedule.phase(state.timer, "gen"):
         sampling = GroupSampling(run, state, choose_strategy(run), needed)
         sampling.begin()
-        return sampling.end()[1]
+        groups, batch = sampling.end()
+    add_greedy(run, state, groups, batch[2])
+    return batch
 
 
 def _split(groups: Sequence[Group], is_used: np.ndarray) -> tuple[list[Group], list[Group]]:
@@ -113,17 +114,20 @@ def _split(groups: Sequence[Group], is_used: np.ndarray) -> tuple[list[Group], l
     return [group for group, used in pairs if used], [group for group, used in pairs if not used]
 
 
-def _greedy(
-    run: Run, state: StepState, groups: Sequence[Group], stream: ScoreStream
-) -> RaggedBatch:
-    """Return a greedy response to the prompt of each group. stream: of their scores, numbered after
-    all sampled responses."""
+def add_greedy(run: Run, state: StepState, groups: Sequence[Group], stream: ScoreStream) -> None:
+    """Sample a greedy response to the prompt of each group with the present weights, which the step
+    trains, if the advantage estimator needs it. groups: all that `stream` scores; its numbers
+    continue after theirs. Every rank must call it."""
+    if not estimator_needs(run.config.algorithm).greedy_baseline:
+        return
     sampling = Sampling(0.0, run.config.data.max_response_length, run.stop_token_ids)
     prompts = [group.prompt for group in groups]
     seeds = [group.seeds[0] for group in groups]
     greedy = new_groups(prompts, [group.position for group in groups], seeds)
     scores = GroupScores(stream, 1, first=len(groups) * run.config.rollout.n)
-    call = EngineCall(run, CallPlan.of_all(greedy, is_training=False), sampling, scores)
-    batch = build_batch(prompts, call.sample())
+    wake_weights(run, state)
+    with run.offload_schedule.phase(state.timer, "gen"):
+        call = EngineCall(run, CallPlan.of_all(greedy, is_training=False), sampling, scores)
+        state.greedy = build_batch(prompts, call.sample())
     state.num_generated += call.num_sampled
-    return batch
+    stream.submit({})  # those that waited for all

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhf_mc.config.roles import has_pool, prompts_in_flight
+from rlhf_mc.config.roles import has_pool, prompts_in_flight, prompts_per_batch
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.trainer.pool.generate import (
     TRAINING,
@@ -89,6 +89,7 @@ class AllGroups(PoolStrategy):
     ones of the pool, and as many new ones as are needed."""
 
     def plan(self, run: Run, state: StepState, needed: int) -> CallPlan:
+        needed = prompts_per_batch(run.config.data)
         retained = run.group_pool.groups[:needed]
         groups = [*retained, *draw(run, needed - len(retained))]
         return replace(CallPlan.of_all(groups), is_resumable=True)

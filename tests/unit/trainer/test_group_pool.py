@@ -556,10 +556,6 @@ def test_metrics_of_older_weights() -> None:
             "rollout.prompts_in_flight is 64; that needs rollout.tail_batching",
         ),
         (
-            (ONE_STEP_OFF, CORRECTION, "rollout.n=2", "algorithm.filter_groups.enable=true"),
-            "rollout.one_step_off is true and algorithm.filter_groups.enable is true; set one of",
-        ),
-        (
             ("rollout.partial_rollout=true",),
             "rollout.partial_rollout is true, which trains on tokens of older weights; that needs"
             " algorithm.rollout_correction.rollout_is",

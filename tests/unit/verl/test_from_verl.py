@@ -1136,8 +1136,8 @@ def test_fully_async_script_has_pools(tmp_path: Path) -> None:
     [
         # without staleness a step trains on its own responses
         (["async_training.staleness_threshold=0"], (16, 8, False, False, True, None)),
-        # filter_groups, or no rollout ranks: partial rollouts on all ranks
-        (["algorithm.filter_groups.enable=True"], (None, None, False, True, True, None)),
+        (["algorithm.filter_groups.enable=True"], (16, 8, True, True, True, None)),
+        # no rollout ranks: partial rollouts on all ranks
         (["rollout.nnodes=0", "trainer.nnodes=3"], (None, None, False, True, True, None)),
         # old log-probs of the trainer, as verl's earlier name or bypass_mode has them
         (["async_training.compute_prox_log_prob=True"], (16, 8, True, True, False, "token")),
