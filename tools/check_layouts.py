@@ -26,7 +26,7 @@ from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.roles import num_rollout_ranks, num_training_ranks
+from rlhf_mc.config.roles import num_rollout_ranks, role_ranks
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.models.transformer_engine import import_transformer_engine
 from rlhf_mc.planner.published import add_model_option, with_model
@@ -49,10 +49,12 @@ def check(cfg: Config, world: int) -> None:
     engine = engine_factory(cfg.rollout)
     base = shapes["actor"].base
     engine.check_layout(base, cfg.rollout.tensor_model_parallel_size)
-    results = check_training_layouts(
-        {role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()},
-        num_training_ranks(cfg, world),
-    )
+    models = {role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}
+    sizes = {role: len(role_ranks(cfg, role, world)) for role in models}
+    results = {}
+    for size in dict.fromkeys(sizes.values()):
+        of_size = {role: model for role, model in models.items() if sizes[role] == size}
+        results |= check_training_layouts(of_size, size)
     for role, checked in results.items():
         report(role, str(checked.mesh), world, checked.num_local, checked.coverage, checked.seconds)
     start = time.perf_counter()

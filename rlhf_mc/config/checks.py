@@ -18,9 +18,11 @@ from rlhf_mc.config.roles import (
     PASSES,
     absent_roles,
     has_rollout_pool,
+    in_rollout_pool,
     mini_batch_sizes,
     num_rollout_ranks,
     num_training_ranks,
+    reference_is_actor,
     saves_checkpoints,
     shares_weights,
     tokens_on_rank,
@@ -33,6 +35,7 @@ from rlhf_mc.config.schema import (
     get_setting,
     layouts,
     reward_models,
+    roles,
 )
 from rlhf_mc.config.yaml_reader import yaml_text
 
@@ -89,11 +92,19 @@ def _pools(cfg: Config) -> Iterator[str]:
             f"{yaml_text(pools.rollout)}; both must be set, or neither"
         )
     if not has_rollout_pool(cfg):
+        for role, section in roles(cfg).items():
+            if getattr(section, "pool", "train") == "rollout":
+                yield f"{role}.pool is rollout; that needs resource_pools.rollout"
         return
     if cfg.health.out_of_memory == "halve_tokens":
         yield (
             "health.out_of_memory is halve_tokens and resource_pools is set; ranks of the rollout "
             "pool do not repeat updates: set it to stop"
+        )
+    if reference_is_actor(cfg) and cfg.ref.pool == "rollout":
+        yield (
+            f"ref.pool is rollout and actor.lora.rank is {cfg.actor.lora.rank}; the reference is "
+            "the actor without its adapters, on the ranks of resource_pools.train: remove it"
         )
 
 
@@ -105,7 +116,8 @@ def _processes(cfg: Config, world_size: int) -> Iterator[str]:
             f"resource_pools.train {num_training} + resource_pools.rollout {num_rollout} = "
             f"{num_training + num_rollout} ranks; this run has {world_size} processes"
         )
-    yield from _training_ranks(cfg, num_training)
+    for pool in ("train", "rollout") if has_rollout_pool(cfg) else ("train",):
+        yield from _model_ranks(cfg, pool, num_training if pool == "train" else num_rollout)
     yield from _rollout_ranks(cfg, num_rollout)
     for rank in cfg.profile.ranks or ():
         if rank >= world_size:
@@ -131,10 +143,12 @@ def _rollout_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
         )
 
 
-def _training_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
-    works = _works(num_ranks, "resource_pools.train" if has_rollout_pool(cfg) else "this run")
+def _model_ranks(cfg: Config, pool: str, num_ranks: int) -> Iterator[str]:
+    works = _works(num_ranks, f"resource_pools.{pool}" if has_rollout_pool(cfg) else "this run")
     replicas = {}
     for role, megatron in layouts(cfg).items():
+        if in_rollout_pool(cfg, role) != (pool == "rollout"):
+            continue
         tp = megatron.tensor_model_parallel_size
         pp = megatron.pipeline_model_parallel_size
         cp = megatron.context_parallel_size
@@ -162,7 +176,7 @@ def _training_ranks(cfg: Config, num_ranks: int) -> Iterator[str]:
                 f"replicas of this run; what would: {_divisors(copies)}"
             )
     for role, mini in mini_batch_sizes(cfg).items():
-        if mini * cfg.rollout.n < replicas[role]:
+        if role in replicas and mini * cfg.rollout.n < replicas[role]:
             yield (
                 f"{role}.ppo_mini_batch_size {mini} x rollout.n {cfg.rollout.n} is fewer sequences "
                 f"than the {replicas[role]} data-parallel ranks of {role}.megatron, each of which "

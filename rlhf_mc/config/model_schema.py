@@ -157,6 +157,7 @@ class FsdpConfig:
 
 
 Strategy = Literal["megatron", "fsdp2"]
+Pool = Literal["train", "rollout"]
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from rlhf_mc.config.algorithm_schema import KLLossType
-from rlhf_mc.config.model_schema import FrozenMegatronConfig, FsdpConfig, Strategy
+from rlhf_mc.config.model_schema import FrozenMegatronConfig, FsdpConfig, Pool, Strategy
 from rlhf_mc.config.numbers import (
     Count,
     Number,
@@ -163,6 +163,8 @@ class TeacherModelConfig:
     """Data source whose rows the teacher scores; null, of the only teacher: all rows."""
     log_prob_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the teacher's pass."""
+    pool: Pool = "train"
+    """As ref.pool."""
     strategy: Strategy = "megatron"
     """As actor.strategy. Left out: the actor's."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)

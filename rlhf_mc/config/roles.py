@@ -98,8 +98,20 @@ def has_rollout_pool(cfg: Config) -> bool:
     return cfg.resource_pools.rollout is not None
 
 
+def in_rollout_pool(cfg: Config, role: str) -> bool:
+    """Return whether a role's model is on the ranks of the rollout pool. It has a phase of the
+    role's name; that of any other phase is False."""
+    return has_rollout_pool(cfg) and getattr(roles(cfg).get(role), "pool", "train") == "rollout"
+
+
+def role_ranks(cfg: Config, role: str, world: int) -> range:
+    """Return the ranks that hold a role's model."""
+    num_training = num_training_ranks(cfg, world)
+    return range(num_training, world) if in_rollout_pool(cfg, role) else range(num_training)
+
+
 def num_training_ranks(cfg: Config, world: int) -> int:
-    """Return the number of ranks that hold models: the first ones of the run."""
+    """Return the number of ranks that train: the first ones of the run."""
     return cfg.resource_pools.train or world
 
 

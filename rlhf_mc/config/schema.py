@@ -24,6 +24,7 @@ from rlhf_mc.config.model_schema import (
     LoraConfig,
     MegatronConfig,
     OptimConfig,
+    Pool,
     RoleLayout,
     Strategy,
 )
@@ -238,6 +239,9 @@ class RefConfig:
 
     log_prob_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the reference pass."""
+    pool: Pool = "train"
+    """With resource_pools: the ranks that hold the model. rollout: beside the engines, whose cache
+    stays; before the next batch is generated, the model scores the one that the others train on."""
     strategy: Strategy = "megatron"
     """As actor.strategy. Left out: the actor's."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
@@ -350,9 +354,10 @@ class RolloutConfig:
 
 @dataclass
 class ResourcePoolsConfig:
-    """Ranks of their own for training and rollout. Ranks 0 to train - 1 hold the models, the others
-    the rollout engines. A pool waits for the other as long as it makes progress
-    (trainer.dist_timeout_seconds). The experts that the engine chooses are not replayed."""
+    """Ranks of their own for training and rollout. Ranks 0 to train - 1 train, the others hold the
+    rollout engines, and frozen models of pool: rollout. A pool waits for the other as long as it
+    makes progress (trainer.dist_timeout_seconds). The experts that the engine chooses are not
+    replayed."""
 
     train: Ranks | None = None
     """Ranks of the training pool; null: all ranks hold models and engines."""

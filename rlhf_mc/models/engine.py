@@ -402,4 +402,5 @@ def engine_layouts(engine: ModelEngine, shape: ModelShape | None = None) -> list
     the engine's, such as the model without adapters."""
     mesh = engine.groups.mesh
     of_mesh = training_layouts(shape or engine.shape, mesh, uses_transformer_engine())
-    return [*of_mesh, *[EMPTY] * (dist.get_world_size() - mesh.world)]
+    num_after = dist.get_world_size() - mesh.ranks.stop
+    return [*[EMPTY] * mesh.first, *of_mesh, *[EMPTY] * num_after]

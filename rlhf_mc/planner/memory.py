@@ -18,6 +18,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
+    has_rollout_pool,
     num_teacher_tokens,
     num_training_ranks,
     reference_is_actor,
@@ -39,7 +40,7 @@ from rlhf_mc.planner.rank_layouts import (
 )
 from rlhf_mc.planner.reserved import reserved_bytes
 from rlhf_mc.rollout.engines import engine_factory
-from rlhf_mc.topology.mesh import Mesh, training_mesh
+from rlhf_mc.topology.mesh import Mesh, role_mesh
 
 RESERVED_ON_CPU = 3 << 28
 """Bytes of a process with its libraries. The peak of a rank of the quickstart without its KV cache
@@ -116,7 +117,7 @@ class RankMemory:
     rollout: Rollout | None
     """None: the ranks have no rollout engine."""
     states: Mapping[str, ModelState]
-    """Of each model, by role, wherever it is; none on the ranks of a rollout pool."""
+    """Of each model that the ranks hold, by role, wherever it is."""
     staying: frozenset[str]
     """Roles whose optimizer state stays on the device between the steps of an update, the same on
     all ranks: there is room for it beside the passes, or nothing to gain. Where trainer.planner is
@@ -144,18 +145,19 @@ def plan_memory(
     shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs,
     where device_bytes are a rank's share of the memory of its node."""
     num_training = num_training_ranks(cfg, world)
-    meshes = {role: training_mesh(layouts(cfg)[role], num_training) for role in shapes}
+    meshes = {role: role_mesh(cfg, role, world) for role in shapes}
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     pool = cfg.resource_pools.rollout
     tp_rank = rollout_tp_ranks(meshes["actor"], rollout_tp, gpus_per_node, pool)
     stages = _one_of_each_stage(list(meshes.values()))
     alike: dict[tuple[object, ...], list[int]] = {}
-    for rank in stages if one_of_each_stage else range(num_training):
-        alike.setdefault(
-            (*(model_coordinate(mesh, rank) for mesh in meshes.values()), tp_rank.get(rank)), []
-        ).append(rank)
-    for rank in range(num_training, world):
-        alike.setdefault((tp_rank[rank],), []).append(rank)
+    for rank in (
+        *(stages if one_of_each_stage else range(num_training)),
+        *range(num_training, world),
+    ):
+        of_rank = [mesh for mesh in meshes.values() if rank in mesh.ranks]
+        coordinates = (model_coordinate(mesh, rank) for mesh in of_rank)
+        alike.setdefault((rank < num_training, *coordinates, tp_rank.get(rank)), []).append(rank)
     # By all that the phases of a rank follow from, in which tensor-parallel ranks mostly agree.
     classes: dict[tuple[object, ...], tuple[dict[str, _Model], Rollout | None, list[int]]] = {}
     for ranks in alike.values():
@@ -169,7 +171,7 @@ def plan_memory(
         models = {
             role: _Model(cfg, role, shapes[role], meshes[role], rank, cuda)
             for role in shapes
-            if rank < num_training
+            if rank in meshes[role].ranks
         }
         key = (rollout, *((model.state, model.stage) for model in models.values()))
         classes.setdefault(key, (models, rollout, []))[2].extend(ranks)
@@ -201,10 +203,11 @@ def plan_memory(
 
 
 def _one_of_each_stage(meshes: Sequence[Mesh]) -> list[int]:
-    """Return a rank for each combination of stages that ranks have in these meshes: the last rank
-    of each stage of each."""
+    """Return a rank for each combination of stages that training ranks have in these meshes: the
+    last rank of each stage of each."""
+    training = [mesh for mesh in meshes if mesh.first == 0]
     return sorted(
-        {(stage + 1) * (mesh.world // mesh.pp) - 1 for mesh in meshes for stage in range(mesh.pp)}
+        {(stage + 1) * (mesh.world // mesh.pp) - 1 for mesh in training for stage in range(mesh.pp)}
     )
 
 
@@ -333,7 +336,7 @@ def _phases(
             )
         # Beside models the engine sleeps in phases of theirs; with ranks of its own it never does.
         frees_cache = cfg.rollout.free_cache_engine and "kv_cache" not in row["rollout"]
-        asleep = rollout is not None and bool(models) and frees_cache
+        asleep = rollout is not None and not has_rollout_pool(cfg) and frees_cache
         if rollout is not None and not asleep:
             parts["vLLM"] = rollout.budget
         elif rollout is not None and "weights" in row["rollout"]:

@@ -60,7 +60,7 @@ def reserved_bytes(
 def besides_tensors(meshes: frozenset[Mesh], gpus_per_node: int) -> int:
     """Return the bytes of a training process that torch does not allocate. Messages of the weight
     update between GPUs of a node are not counted: up to PEER for each of them."""
-    groups = {mesh.group_along(0, *axes) for mesh in meshes for axes in _COLLECTIVES}
+    groups = {mesh.group_along(mesh.first, *axes) for mesh in meshes for axes in _COLLECTIVES}
     groups |= {
         tuple(mesh.context_blocks(size)[0]) for mesh in meshes for size in mesh.context_sizes
     }

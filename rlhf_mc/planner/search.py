@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import has_rollout_pool
+from rlhf_mc.config.roles import has_rollout_pool, in_rollout_pool
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine
@@ -142,7 +142,9 @@ def _splits(settings: Settings, machine: Machine) -> list[Settings]:
     count = machine.world // unit
     sizes = {-(-count * n // (MOST_SPLITS + 1)) for n in range(1, MOST_SPLITS + 1)} - {count}
     splits = [(unit * (count - size), unit * size) for size in sorted(sizes)]
-    return [dict.fromkeys(pools), *(dict(zip(pools, split, strict=True)) for split in splits)]
+    needs_pools = any(key.endswith(".pool") and settings[key] == "rollout" for key in settings)
+    colocated = [] if needs_pools else [dict.fromkeys(pools)]
+    return [*colocated, *(dict(zip(pools, split, strict=True)) for split in splits)]
 
 
 def describe_ranks(cfg: Config, world: int) -> str:
@@ -292,7 +294,11 @@ class _Search:
             update: dict[int, float] = {}
             for budget in self._space.budget_sizes(layout):
                 cfg = self._space.config({**chosen, **self._space.budgets(budget, budget)})
-                phases = passes(cfg, self._shapes, states, self._machine, self._lengths)
+                phases = [
+                    phase
+                    for phase in passes(cfg, self._shapes, states, self._machine, self._lengths)
+                    if not in_rollout_pool(cfg, phase.name)
+                ]
                 update[budget] = sum(
                     phase.total for phase in phases if phase.name.startswith("update_")
                 )

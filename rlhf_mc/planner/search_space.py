@@ -5,11 +5,17 @@ and tensor-parallel sizes of rollout, token budgets, recomputation, offload.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_mc.config.load import load_config, nest_settings
-from rlhf_mc.config.roles import num_rollout_ranks, num_training_ranks, tokens_on_rank
+from rlhf_mc.config.roles import (
+    in_rollout_pool,
+    num_rollout_ranks,
+    num_training_ranks,
+    tokens_on_rank,
+)
 from rlhf_mc.config.schema import Config, layouts, reward_models, teachers
 from rlhf_mc.planner.gpus import Machine
 from rlhf_mc.planner.start import planned_shapes
@@ -71,6 +77,8 @@ class SearchSpace:
         pipeline or expert parallelism."""
         shape = self.shapes["actor"]
         world = self.num_training
+        if any(in_rollout_pool(self.base, role) for role in self.shapes):
+            world = math.gcd(world, self.num_rollout)  # frozen models have the actor's layout
         for tp in self.group_sizes(world, beyond_node):
             for pp in _divisors(world // tp):
                 replicas = world // tp // pp

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_mc.architectures.layer import Layer
@@ -19,7 +19,7 @@ from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flo
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.config.roles import has_rollout_pool, overlaps_reduction
+from rlhf_mc.config.roles import has_rollout_pool, in_rollout_pool, overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import layer_bytes
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
@@ -51,6 +51,8 @@ class StepTimes:
     """Sequences that an engine decodes at a time."""
     overlaps: bool = False
     """Ranks of a rollout pool generate while the others train: all but the weight update."""
+    of_rollout: Collection[str] = ()
+    """The phases of models in the rollout pool."""
 
     @property
     def seconds(self) -> float:
@@ -62,8 +64,8 @@ class StepTimes:
     def pool_seconds(self) -> dict[str, float]:
         """Seconds of a step in which each pool works, without the weight update."""
         seconds = {phase.name: phase.total for phase in self.phases if phase.name != UPDATE_WEIGHTS}
-        generation = seconds.pop(GEN)
-        return {"train": sum(seconds.values()), "rollout": generation}
+        rollout = sum(seconds.pop(name) for name in (GEN, *self.of_rollout))
+        return {"train": sum(seconds.values()), "rollout": rollout}
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -108,15 +110,19 @@ def plan_times(
     phases += [Phase("offload", {"onload": onload})] if onload else []
     tokens = cfg.data.train_batch_size * cfg.rollout.n * lengths.total
     overlaps = has_rollout_pool(cfg) and cfg.rollout.one_step_off
-    return StepTimes(tuple(phases), tokens, machine.world, decoded, overlaps)
+    pooled = [role for role in shapes if in_rollout_pool(cfg, role)]
+    return StepTimes(tuple(phases), tokens, machine.world, decoded, overlaps, pooled)
 
 
 def largest_states(plan: Sequence[RankMemory]) -> dict[str, ModelState]:
     """Return the state of each model, by role, on the rank that holds most of it."""
-    states = [ranks.states for ranks in plan if ranks.states]
+    states = [state for ranks in plan for state in ranks.states.items()]
     return {
-        role: max((of[role] for of in states), key=lambda state: state.params + state.optimizer)
-        for role in states[0]
+        role: max(
+            (state for of, state in states if of == role),
+            key=lambda state: state.params + state.optimizer,
+        )
+        for role in dict(states)
     }
 
 

@@ -36,7 +36,7 @@ from rlhf_mc.reshard.layout import EMPTY, Layout, correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, with_contiguous_experts
 from rlhf_mc.reshard.plan import Plan, make_plans
 from rlhf_mc.rollout.engines import engine_factory
-from rlhf_mc.topology.mesh import Mesh, rollout_groups, training_mesh
+from rlhf_mc.topology.mesh import Mesh, role_mesh, rollout_groups, training_mesh
 
 UPDATE_WEIGHTS = "update_weights"
 GEN = "gen"
@@ -76,9 +76,10 @@ def plan_traffic(
     lengths: Lengths,
 ) -> list[Traffic]:
     """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
-    num_training = num_training_ranks(cfg, world)
-    meshes = {role: training_mesh(layouts(cfg)[role], num_training) for role in shapes}
-    by_role = {role: planned_layouts(shapes[role], mesh, True) for role, mesh in meshes.items()}
+    by_role = {
+        role: planned_layouts(shape, _mesh(cfg, role, world), True)
+        for role, shape in shapes.items()
+    }
     traffic = [weight_update(cfg, shapes["actor"], world, gpus_per_node)]
     steps = [(GEN, _rollout_collectives(cfg, shapes["actor"], world, gpus_per_node, lengths))]
     for work in phase_work(cfg, shapes, world, lengths):
@@ -92,6 +93,11 @@ def plan_traffic(
         ]
         traffic.append(max(received, key=_load))
     return [transfer for transfers in traffic for transfer in transfers]
+
+
+def _mesh(cfg: Config, role: str, world: int) -> Mesh:
+    """Return the mesh of a role's model, from rank 0 on: a pool begins with a node."""
+    return replace(role_mesh(cfg, role, world), first=0)
 
 
 @dataclass(frozen=True)
@@ -123,10 +129,9 @@ def phase_work(
     """Yield the phases in which a model computes, in the order of a step."""
     actor = cfg.actor
     budgets = token_budgets(cfg)
-    num_training = num_training_ranks(cfg, world)
 
     def work(phase: str, role: str, count: int, updates: int | None = None) -> PhasePasses:
-        mesh = training_mesh(layouts(cfg)[role], num_training)
+        mesh = _mesh(cfg, role, world)
         if mesh.dynamic_cp:
             fits = (
                 size

@@ -16,14 +16,14 @@ from rlhf_mc.topology.mesh import Coordinate, Mesh
 def training_layouts(
     shape: ModelShape, mesh: Mesh, transformer_engine: bool = False
 ) -> list[Layout]:
-    """Return each rank's layout of a Megatron-Core model, or of its rows where the mesh shards
-    them. transformer_engine: the layers are Transformer Engine's."""
+    """Return the layout on each rank of the mesh of a Megatron-Core model, or of its rows where the
+    mesh shards them. transformer_engine: the layers are Transformer Engine's."""
     known: dict[tuple[Coordinate, int], Layout] = {}
     layouts = []
-    for rank in range(mesh.world):
+    for place, rank in enumerate(mesh.ranks):
         # Replicas share one Layout object, for which make_plan plans once.
         coordinate = replace(mesh.coordinate(rank), dp=0, cp=0)
-        key = coordinate, rank % mesh.shards
+        key = coordinate, place % mesh.shards
         if key not in known:
             layout = training_layout(shape, mesh, coordinate, transformer_engine)
             known[key] = layout if mesh.shards == 1 else row_shard(layout, key[1], mesh.shards)

@@ -25,14 +25,12 @@ from rlhf_mc.config.roles import (
     adapts_kl_loss,
     has_contiguous_experts,
     has_rollout_pool,
-    num_training_ranks,
     reference_is_actor,
     shares_weights,
     token_budgets,
 )
 from rlhf_mc.config.schema import (
     Config,
-    layouts,
     reward_models,
     score_part,
     teachers,
@@ -70,7 +68,7 @@ from rlhf_mc.setup.model_building import build_models, model_starts
 from rlhf_mc.setup.scorable import check_mixture, print_special_tokens, scorable
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import build_role_groups, pool_group, set_timeout_of_all_groups
-from rlhf_mc.topology.mesh import rollout_groups, training_mesh
+from rlhf_mc.topology.mesh import role_mesh, rollout_groups
 from rlhf_mc.topology.shared_gpu import shared_gpu_line
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
@@ -123,8 +121,7 @@ def build_run(cfg: Config) -> Run:
     if fit is not None and "console" in cfg.trainer.logger:
         print_line(fit, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
-    num_training = num_training_ranks(cfg, dist.get_world_size())
-    meshes = {role: training_mesh(layouts(cfg)[role], num_training) for role in starts}
+    meshes = {role: role_mesh(cfg, role, dist.get_world_size()) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
     offload_schedule = OffloadSchedule(reference_is_actor(cfg))

@@ -49,8 +49,8 @@ embeddings, which hold the ends of the pipeline, are added in _group_ranks."""
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The mesh of a role, of the first ranks of the run, and this rank's coordinate and process
-    groups in it."""
+    """The mesh of a role, of the ranks of one pool, and this rank's coordinate and process groups
+    in it."""
 
     mesh: Mesh
     rank: int
@@ -60,7 +60,7 @@ class ProcessGroups:
     @property
     def is_member(self) -> bool:
         """False on the ranks of another pool, which are not in the mesh: their groups are None."""
-        return self.rank < self.mesh.world
+        return self.rank in self.mesh.ranks
 
     @property
     def members(self) -> dist.ProcessGroup:
@@ -221,7 +221,7 @@ def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:
     }
     ranks["pos_embd"] = [stages[:1] for stages in ranks["pp"]]
     if mesh.shards > 1:
-        every = list(range(mesh.world))
+        every = list(mesh.ranks)
         ranks["fsdp"] = [every[a : a + mesh.shards] for a in every[:: mesh.shards]]
         ranks["fsdp_replicas"] = [every[a :: mesh.shards] for a in every[: mesh.shards]]
     return ranks

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_mc.config.model_schema import MegatronConfig, fsdp_config
+from rlhf_mc.config.roles import role_ranks
+from rlhf_mc.config.schema import Config, layouts
 
 Axis = Literal["tp", "cp", "dp", "ep", "expert_dp", "pp"]
 """Axes of a mesh. The replicas of the weights are split twice: for the tokens into "cp" and "dp",
@@ -58,6 +60,8 @@ class Mesh:
     """Each micro-batch has its own context-parallel size, a power of two up to cp."""
     shards: int = 1
     """Number of neighbouring replicas over which each parameter is sharded by rows (FSDP2)."""
+    first: int = 0
+    """The first of its ranks, which follow one another: 0, or the first one of a rollout pool."""
 
     def __post_init__(self) -> None:
         sizes = f"{self.tp} x {self.cp} x {self.pp}"
@@ -68,6 +72,11 @@ class Mesh:
             f"expert parallel {self.ep} does not divide {self.replicas} replicas"
         )
         assert self.replicas % self.shards == 0, f"{self.shards} shards, {self.replicas} replicas"
+
+    @property
+    def ranks(self) -> range:
+        """The global ranks, in order."""
+        return range(self.first, self.first + self.world)
 
     @property
     def replicas(self) -> int:
@@ -115,16 +124,16 @@ class Mesh:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinates of a global rank."""
-        indices = _indices(rank, self.axes)
-        ep = _indices(rank, self.expert_axes)["ep"]
+        indices = _indices(rank - self.first, self.axes)
+        ep = _indices(rank - self.first, self.expert_axes)["ep"]
         return Coordinate(**indices, ep=ep)
 
     def group_along(self, rank: int, *along: Axis) -> tuple[int, ...]:
         """Return the ranks, this one included, whose coordinates differ from this rank's only along
         these axes, which are all of the tokens or all of the experts."""
         axes = self._axes_with(along)
-        own_index = _indices(rank, axes)
-        ranks = [0]
+        own_index = _indices(rank - self.first, axes)
+        ranks = [self.first]
         stride = 1
         for axis, size in axes:
             indices = range(size) if axis in along else (own_index[axis],)
@@ -137,8 +146,8 @@ class Mesh:
         axes = self._axes_with(along)
         first_ranks = (
             rank
-            for rank in range(self.world)
-            if not any(_indices(rank, axes)[axis] for axis in along)
+            for rank in self.ranks
+            if not any(_indices(rank - self.first, axes)[axis] for axis in along)
         )
         return [list(self.group_along(rank, *along)) for rank in first_ranks]
 
@@ -206,8 +215,8 @@ def _indices(rank: int, axes: tuple[tuple[Axis, int], ...]) -> dict[Axis, int]:
     return indices
 
 
-def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
-    """Return the training mesh of the settings."""
+def training_mesh(megatron: MegatronConfig, world: int, first: int = 0) -> Mesh:
+    """Return the training mesh of the settings. first: its first rank."""
     fsdp = fsdp_config(megatron)
     whole = world if fsdp is not None and fsdp.fsdp_size == -1 else 1
     return Mesh(
@@ -221,7 +230,14 @@ def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
         cp=megatron.context_parallel_size,
         dynamic_cp=megatron.dynamic_context_parallel,
         shards=max(whole, fsdp.fsdp_size) if fsdp is not None else 1,
+        first=first,
     )
+
+
+def role_mesh(cfg: Config, role: str, world: int) -> Mesh:
+    """Return the mesh of a role's model in a run of `world` ranks."""
+    ranks = role_ranks(cfg, role, world)
+    return training_mesh(layouts(cfg)[role], len(ranks), ranks.start)
 
 
 def rollout_groups(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from rlhf_mc.config.roles import has_old_log_prob_pass, num_teacher_tokens
 from rlhf_mc.data.batch import Prompt, RaggedBatch, ragged_indices
@@ -24,7 +25,8 @@ _SUMMED_TOGETHER = 1 << 26
 def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     """Compute old log-probs (actor), compared with the rollout engine's, and, if the run has these
     models, reference log-probs and values (critic). The batch has no old log-probs where the
-    actor's only update computes them itself."""
+    actor's only update computes them itself. A rank of a rollout pool computes those of its models
+    alone."""
     cfg = run.config
     head = heads.log_prob_head(run.actor.shape.vocab_size, cfg.rollout.temperature)
     bypass = cfg.algorithm.rollout_correction.bypass_mode
@@ -37,6 +39,7 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         passes["ref_log_probs"] = ("ref", run.reference, head)
     if run.critic is not None:
         passes["values"] = ("values", run.critic, heads.value_head)
+    passes = {name: of for name, of in passes.items() if of[1].groups.is_member}
     parts: dict[str, torch.Tensor] = {}  # this rank's parts of the results
     for name, (phase, engine, pass_head) in passes.items():
         with run.offload_schedule.phase(state.timer, phase):
@@ -44,6 +47,9 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
             parts[name] = engine.my_scores(batch, micro_batches, pass_head)
     if "old_log_probs" in parts:
         start_slowest_rank(state, "old_log_prob", run.groups.members)
+    if run.reference is not None and run.reference.groups.mesh.first:
+        part = parts.pop("ref_log_probs", torch.zeros(len(batch.rollout_log_probs)))
+        batch = batch.with_fields(ref_log_probs=_from_rollout_pool(state, run.reference, part))
     if parts:
         # Once for all passes: a rank that is the slower one in the first may be the faster one in
         # the next.
@@ -54,6 +60,20 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         compare_with_engine(run, state, batch)
     # With bypass_mode in the first step too, so that a resumed run computes the same.
     return batch.with_fields(old_log_probs=batch.rollout_log_probs) if bypass else batch
+
+
+def _from_rollout_pool(state: StepState, engine: ModelEngine, part: torch.Tensor) -> torch.Tensor:
+    """Return the scores of a model of the rollout pool. Its ranks begin to send the sum of their
+    parts, and do not wait for the ranks that train, which may still be in passes of theirs. part:
+    of the model's shape, on the host or the device. Every rank must call it."""
+    groups = engine.groups
+    if groups.is_member:
+        scores = sum_over_ranks(part, groups.members)
+        state.sent.append(dist.broadcast(scores, groups.mesh.first, async_op=True))
+        return scores
+    with state.timer.phase("idle"):
+        dist.broadcast(part, groups.mesh.first)
+    return part
 
 
 def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
@@ -75,8 +95,8 @@ def teacher_log_probs(
     run: Run, state: StepState, prompts: Sequence[Prompt], batch: RaggedBatch
 ) -> RaggedBatch:
     """Return the batch with the log-probs of the teachers, if the run has any: each scores the rows
-    of its data source. prompts: of each sequence. Raise UserError, on every rank, if a log-prob is
-    not finite."""
+    of its data source. prompts: of each sequence. Raise UserError, on every rank that trains, if a
+    log-prob is not finite. A rank of a rollout pool computes those of its teachers alone."""
     if not run.teachers:
         return batch
     k = num_teacher_tokens(run.config)
@@ -88,12 +108,20 @@ def teacher_log_probs(
         teacher: torch.from_numpy(ragged_indices(lens, rows.numpy()))
         for teacher, rows in rows_of.items()
     }
-    for teacher, rows in rows_of.items():
+    own = [teacher for teacher in rows_of if teacher.engine.groups.is_member]
+    for teacher in own:
+        rows = rows_of[teacher]
         with run.offload_schedule.phase(state.timer, teacher.role):
             scores[tokens[teacher]] = teacher.score(batch.select(rows), *student, k).cpu()
-    with run.offload_schedule.phase(state.timer, "sum_log_probs"):
-        for part in scores.split(max(1, _SUMMED_TOGETHER // scores.shape[1])):
-            part.copy_(sum_over_ranks(part, run.groups.members))
+    if run.trains and own:
+        with run.offload_schedule.phase(state.timer, "sum_log_probs"):
+            for part in scores.split(max(1, _SUMMED_TOGETHER // scores.shape[1])):
+                part.copy_(sum_over_ranks(part, run.groups.members))
+    for teacher, of in tokens.items():
+        if teacher.engine.groups.mesh.first:
+            scores[of] = _from_rollout_pool(state, teacher.engine, scores[of])
+    if not run.trains:
+        return batch
     for teacher, of in tokens.items():  # an error is the same on every rank
         state.metrics |= teacher.metrics(scores[of], batch.rollout_log_probs[of], state.step)
     top = {"teacher_top": scores[:, 1:]} if k else {}

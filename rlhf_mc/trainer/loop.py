@@ -33,7 +33,7 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
     with state.timer.phase("step"):
         update_weights(run, state.timer)  # the actor's, into the engine's parameters
         prompts, batch, pending = rollout(run, state, stop)  # reward workers score what has ended
-        with pools_at_work(run, state):
+        with pools_at_work(run, state, prompts, batch):
             if run.trains:  # ranks of a rollout pool may generate meanwhile
                 batch = log_probs(run, state, batch)  # reference's, values, old ones if read
                 batch = teacher_log_probs(run, state, prompts, batch)  # if there are teachers

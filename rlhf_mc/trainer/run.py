@@ -95,7 +95,7 @@ class Run:
 
     @property
     def trains(self) -> bool:
-        """This rank holds models: it is not one of a rollout pool."""
+        """This rank trains: it is not one of a rollout pool."""
         return self.groups.is_member
 
     def trained_models(self) -> list[ModelEngine]:

@@ -64,6 +64,8 @@ class StepState:
     """One response to each prompt at temperature 0, if the advantage estimator needs its score."""
     idle_seconds: dict[str, float] = field(default_factory=dict)
     """By pool the seconds that its ranks have waited for the other one, on average."""
+    sent: list[dist.Work] = field(default_factory=list)
+    """Scores of models of the rollout pool that this rank has begun to send."""
     slowest: dict[str, Callable[[], float]] = field(default_factory=dict)
     """By `timing_s/<phase>` the function that returns the seconds of the slowest rank."""
 

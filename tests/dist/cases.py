@@ -68,6 +68,7 @@ def two_steps(
     - "headlines": the loop's lines at its start,
     - "steps": each step's metrics,
     - "received": the bytes that this rank receives in a weight update,
+    - "reference": the parameters of the reference that this rank holds,
     - "digests": a digest of each step's tokens,
     - "shared": vLLM's parameters that alias Megatron-Core's (see aliased_params),
     - "different": vLLM's parameters that differ from the exported checkpoint after the second step,
@@ -98,6 +99,7 @@ def two_steps(
     return {
         "steps": steps,
         "received": received,
+        "reference": 0 if run.reference is None else run.reference.rank_share().num_parameters,
         "digests": digests,
         "shared": shared,
         "different": different,

@@ -297,7 +297,9 @@ def test_pools_and_a_resumed_run_have_the_same_bits(
     whole = train("whole", 1)
     saved = tmp_path / "whole" / "global_step_1"
     assert list(stored_models(saved)) == ["actor"], "a teacher is not saved"
-    pools = train("pools", 2, "resource_pools.train=1", "resource_pools.rollout=1")
+    # one of the two teachers in each pool
+    of_two = ["resource_pools.train=1", "resource_pools.rollout=1", f"{TEACHERS}.w.pool=rollout"]
+    pools = train("pools", 2, *of_two)
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
     resumed = train("resumed", 1, *resume)
     assert resumed["steps"] == [2]

@@ -235,13 +235,15 @@ def test_pools_give_the_bits_of_ranks_that_train_and_generate(
     pool: Any, run_layout: Run, workspace: Path, ranks: int, tp: int, pp: int, rollout_tp: int
 ) -> None:
     """Compare with a colocated run of as many training ranks and engines: metrics, tokens and
-    weights are equal to the last bit on all ranks."""
+    weights are equal to the last bit on all ranks. With two ranks the reference is on those of the
+    engines, and no training rank holds a parameter of it."""
     colocated, exported = run_layout(ranks, tp, pp, rollout_tp)
     export_to = workspace / f"pools_{ranks}_{tp}_{pp}_{rollout_tp}"
     overrides = [
         "reshard.verify=always",
         f"resource_pools.train={ranks}",
         f"resource_pools.rollout={ranks}",
+        f"ref.pool={'train' if ranks == 1 else 'rollout'}",
     ]
     layout = (tp, pp, rollout_tp)
     results = cases.run_two_steps(
@@ -253,6 +255,7 @@ def test_pools_give_the_bits_of_ranks_that_train_and_generate(
         assert [without_times(step) for step in result["steps"]] == wanted, f"rank {rank}"
         assert result["different"] == [] and result["shared"] == []
         assert (result["received"] > 0) == (rank >= ranks)
+        assert (result["reference"] > 0) == ((rank >= ranks) == (ranks == 2))
         assert result["steps"][0]["reshard/copied_bytes"] == 0
     weights = cases.exported_weights(str(export_to))
     expected = cases.exported_weights(str(exported))

@@ -437,7 +437,8 @@ def test_one_step_off_in_pools_and_resumed_has_the_same_bits(
     pools = ["resource_pools.train=2", "resource_pools.rollout=2"]
     start = f"trainer.resume_from_path={config.parent / 'off' / 'global_step_3'}"
     resume = ["trainer.resume_mode=resume_path", start]
-    for name, overrides, first in (("off_pools", [], 0), ("off_resumed", resume, 3)):
+    in_pool = ["ref.pool=rollout"]
+    for name, overrides, first in (("off_pools", in_pool, 0), ("off_resumed", resume, 3)):
         results = train(4, name, *ONE_STEP_OFF, *pools, *overrides)
         for rank, result in enumerate(results):
             wanted = one_step_off[rank % 2]["steps"][first:]

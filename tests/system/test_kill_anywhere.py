@@ -208,6 +208,7 @@ IN_POOLS = [
     "rollout.one_step_off=true",
     "algorithm.rollout_correction.rollout_is=token",
     "resource_pools.train=1",
+    "ref.pool=rollout",
     "resource_pools.rollout=1",
 ]
 TURNS = [

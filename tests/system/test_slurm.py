@@ -218,6 +218,21 @@ def test_signalled_it_saves_is_requeued_and_ends_with_the_same_weights(
     assert all(bool((expected[name] == found[name]).all()) for name in expected)
 
 
+def test_pools_are_of_whole_nodes(
+    slurm: dict[str, str], few_steps: list[str], tmp_path: Path
+) -> None:
+    """Train on the first of two nodes, and generate on the second."""
+    pools = ["resource_pools.train=1", "resource_pools.rollout=1", "trainer.total_training_steps=2"]
+    place = f"trainer.default_local_dir={tmp_path / 'run'}"
+    header = ["--nodes=2", "slurm/ppo_1node.sh"]
+    job = Job({**slurm, "NPROC": "1"}, tmp_path, [*header, *few_steps, place, *pools])
+    assert job.wait(500) == "COMPLETED 0", job.said()
+    assert last_step(tmp_path / "run") == 2
+    nodes = {path.name.split(".")[1] for path in (job.logs / job.id / "attempt_0").glob("rank_*")}
+    assert len(nodes) == 2, "each pool is a node"
+    assert "idle_t" in job.said(), "the console's share of the step in which training ranks wait"
+
+
 def process_of_rank(rank: int, argument: str) -> int:
     found = processes_with(f"RANK={rank}", argument)
     assert len(found) == 1, found

@@ -203,6 +203,6 @@ def _device_mesh(groups: ProcessGroups) -> DeviceMesh:
     mesh = groups.mesh
     if mesh.shards == mesh.world:
         return DeviceMesh.from_group(groups.sharding[1], kind)
-    ranks = torch.arange(mesh.world).view(-1, mesh.shards)
+    ranks = torch.tensor(mesh.ranks).view(-1, mesh.shards)
     names = ("replicas", "shards")
     return DeviceMesh.from_group(list(groups.sharding), kind, mesh=ranks, mesh_dim_names=names)

@@ -11,8 +11,10 @@ import torch
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import prompts_per_batch
+from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.runtime.heartbeat import await_all_ranks
 from rlhf_mc.topology.consensus import gather_vectors, on_every_rank
+from rlhf_mc.trainer.log_probs import log_probs, teacher_log_probs
 from rlhf_mc.trainer.pool.generate import wake_weights
 from rlhf_mc.trainer.pool.sampling import GroupSampling, ScoredBatch, add_greedy
 from rlhf_mc.trainer.pool.strategies import AllGroups, Strategy, choose_strategy, next_position
@@ -57,15 +59,20 @@ def _end(run: Run, state: StepState, sampling: GroupSampling) -> None:
 
 
 @contextmanager
-def pools_at_work(run: Run, state: StepState) -> Iterator[None]:
+def pools_at_work(
+    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch
+) -> Iterator[None]:
     """Generate the batch of the next step before the body, with rollout.one_step_off, and exchange
-    its responses after it; ranks without an engine begin with the body. Where engines have ranks of
-    their own, raise on all ranks the UserError of any, and note how long the ranks of each pool
-    have waited. Every rank must enter it."""
+    its responses after it; ranks without an engine begin with the body. Before that, ranks of a
+    rollout pool score this step's batch with their frozen models (pool: rollout). Where engines
+    have ranks of their own, raise on all ranks the UserError of any, and note how long the ranks of
+    each pool have waited. Every rank must enter it."""
     error: UserError | None = None
     sampling: GroupSampling | None = None
     is_ahead = run.config.rollout.one_step_off
     try:
+        if not run.trains:
+            teacher_log_probs(run, state, prompts, log_probs(run, state, batch))
         if is_ahead and state.step < run.schedule.total_steps:
             sampling = _begin(run, state, choose_strategy(run), is_ahead)
         yield
@@ -82,6 +89,8 @@ def pools_at_work(run: Run, state: StepState) -> Iterator[None]:
         with state.timer.phase("idle"):
             await_all_ranks()
             on_every_rank(outcome)
+        for work in state.sent:
+            work.wait()
         _gather_times(run, state)
     if sampling is not None:
         _end(run, state, sampling)

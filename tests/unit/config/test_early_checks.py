@@ -268,6 +268,12 @@ def test_settings_that_do_not_fit_the_world_size_or_files(
         ("train=1 rollout=1 actor.megatron.tensor_model_parallel_size=2",
          "actor.megatron.tensor_model_parallel_size 2 x actor.megatron.pipeline_model_parallel_size"
          " 1 = 2 does not divide the 1 processes of resource_pools.train; what would: 1"),
+        ("ref.pool=rollout", "ref.pool is rollout; that needs resource_pools.rollout"),
+        ("train=1 rollout=1 ref.pool=rollout actor.lora.rank=4 algorithm.use_kl_in_reward=true",
+         "ref.pool is rollout and actor.lora.rank is 4; the reference is the actor without its"),
+        ("train=1 rollout=1 ref.pool=rollout ref.megatron.tensor_model_parallel_size=2",
+         "ref.megatron.tensor_model_parallel_size 2 x ref.megatron.pipeline_model_parallel_size"
+         " 1 = 2 does not divide the 1 processes of resource_pools.rollout; what would: 1"),
         ("train=1 rollout=1 health.out_of_memory=halve_tokens",
          "health.out_of_memory is halve_tokens and resource_pools is set"),
     ],

@@ -193,3 +193,8 @@ def test_splits_of_the_ranks_are_compared(run: Any) -> None:
     assert len(found) > 1 and found <= {(None, None), (1, 3), (2, 2), (3, 1)}
     line = next(line for line in errors.splitlines() if "the best step of each split" in line)
     assert all(f"{split} ranks" in line for split in ("4", "3 + 1", "2 + 2", "1 + 3"))
+    kl = ("algorithm.use_kl_in_reward=true", "ref.pool=rollout")
+    code, out, errors = run(SMALL, *arguments, *kl, "--search", "--json")
+    assert code == 0
+    splits = {choice["settings"]["resource_pools.train"] for choice in json.loads(out)}
+    assert None not in splits, "a reference in the rollout pool needs one"

@@ -95,6 +95,13 @@ def test_ranks_of_a_rollout_pool_hold_the_engine_alone() -> None:
         assert of_rollout.parts["vLLM"] == both.rollout.budget  # type: ignore[union-attr]
         assert of_rollout.parts.keys() <= {"vLLM", "reserved", "reshard buckets"}
     assert "memory as planned" in verdict_on(pools, Capacity(2, 40 * GB))
+    beside = config("resource_pools.train=1", "resource_pools.rollout=1", "ref.pool=rollout")
+    trains, generates = plan_run(beside, shapes, Capacity(2, 22 * GB))
+    assert {**trains.states, **generates.states} == both.states
+    assert [*generates.states] == ["ref"] and "ref" not in trains.states
+    passes = {phase.name: phase.parts for phase in generates.phases}
+    assert passes["ref"].keys() == {"ref params", "activations", "vLLM", "reserved"}
+    assert passes["gen"]["ref params"] == both.states["ref"].params
 
 
 def test_refused_or_warned() -> None:

@@ -66,6 +66,9 @@ def test_pools_work_at_the_same_time(times: Any) -> None:
     longer = max(training, seconds["gen"])
     assert found["step_seconds"] == pytest.approx(longer + seconds["update_weights"])
     assert times(*pools)["step_seconds"] == pytest.approx(sum(seconds.values()))
+    moved = times(*pools, *ahead, "ref.pool=rollout")["step_seconds"]
+    longer = max(training - seconds["ref"], seconds["gen"] + seconds["ref"])
+    assert moved == pytest.approx(longer + seconds["update_weights"])
 
 
 @pytest.mark.slow
