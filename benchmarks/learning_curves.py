@@ -76,7 +76,7 @@ VARIANTS = (
     Variant("gae_partial_rollout", "configs/quickstart.yaml", (*_PARTIAL, _FEW_PLACES)),
     # colocated: the bits of engines with ranks of their own
     Variant("gae_one_step_off", "configs/quickstart.yaml", ("rollout.one_step_off=true", _OFF)),
-    # four batches of 256 responses, all of which the engine holds: each waits for three others
+    # four batches of 256 responses, which the engine samples together: four steps train on them
     Variant(
         "gae_four_steps_off",
         "configs/quickstart.yaml",

@@ -43,6 +43,7 @@ def run(ranks: int, settings: tuple[str, ...], steps: int, longest: int) -> dict
                 f"trainer.total_training_steps={steps}",
                 f"data.max_response_length={longest}",
                 "trainer.test_freq=-1",
+                "trainer.target_val_acc=null",
                 "trainer.val_before_train=false",
                 "trainer.save_freq=-1",
             ],
