@@ -99,14 +99,17 @@ def pools_at_work(
 
 
 def _gather_times(run: Run, state: StepState) -> None:
-    """Set state.idle_seconds, and the time of generation to that of the ranks that generate."""
+    """Set state.idle_seconds, and the times of generation and of the rollout pool's models to those
+    of its ranks."""
     times = state.timer.result()
-    generation = times.get("timing_s/gen", 0.0)
-    idle = times["timing_s/idle"] + (generation if run.trains else 0.0)
-    rows = gather_vectors(torch.tensor([idle, generation], dtype=torch.float64))
+    phases = ["gen", *(model.name for model in run.models() if model.groups.mesh.first)]
+    seconds = [times.get(f"timing_s/{name}", 0.0) for name in phases]
+    idle = times["timing_s/idle"] + (seconds[0] if run.trains else 0.0)
+    rows = gather_vectors(torch.tensor([idle, *seconds], dtype=torch.float64))
     num_training = run.groups.mesh.world
     state.idle_seconds = {
         "train": float(rows[:num_training, 0].mean()),
         "rollout": float(rows[num_training:, 0].mean()),
     }
-    state.timer.set("gen", float(rows[num_training:, 1].max()))
+    for name, longest in zip(phases, rows[num_training:, 1:].amax(dim=0).tolist(), strict=True):
+        state.timer.set(name, longest)
