@@ -98,23 +98,20 @@ def test_pools_are_rolled_back_to_the_batch_that_was_sampled_then(
     train: Any, tmp_path: Path
 ) -> None:
     """Check that a run with ranks of their own for rollout, one step ahead, drops the batch that it
-    has sampled, and repeats step 2 with the one of the checkpoint; as colocated ranks do."""
+    has sampled, and repeats step 2 with the one of the checkpoint."""
     ahead = ["rollout.one_step_off=true", "algorithm.rollout_correction.rollout_is=token"]
     plain = train(tmp_path / "plain", *ahead, "health.enable=false")[0]["metrics"]
     kls = [row[KL] for row in plain]
     assert max(kls[:2]) < 0.9 * kls[2], kls
     settings = [*rolls_back(0.9 * kls[2], *ahead), "health.max_rollbacks=1"]
     pools = ["resource_pools.train=1", "resource_pools.rollout=1", "ref.pool=rollout"]
-    in_pools, other, *_ = train(tmp_path / "pools", *settings, *pools)
-    together = train(tmp_path / "together", *settings)[0]
-    assert in_pools["error"] == other["error"]
-    for run in (in_pools, together):
-        assert [made["after_step"] for made in run["adjustments"]] == [1]
-        assert run["metrics"][1]["actor/lr"] == 0.5 * plain[1]["actor/lr"]
-        for key in ("critic/score/mean", "response_length/mean", "prompt_length/mean", KL):
-            assert run["metrics"][1][key] == pytest.approx(plain[1][key], rel=1e-4), key
-    for row, wanted in zip(in_pools["metrics"], together["metrics"], strict=True):
-        assert row["step"] == wanted["step"] and row[KL] == pytest.approx(wanted[KL], rel=1e-3)
+    trains, generates = train(tmp_path / "pools", *settings, *pools)
+    assert trains["error"] == generates["error"]
+    assert [made["after_step"] for made in trains["adjustments"]] == [1]
+    repeated = trains["metrics"][1]
+    assert repeated["actor/lr"] == 0.5 * plain[1]["actor/lr"]
+    for key in ("critic/score/mean", "response_length/mean", "prompt_length/mean", KL):
+        assert repeated[key] == pytest.approx(plain[1][key], rel=1e-4), key
 
 
 def test_run_is_rolled_back_with_smaller_learning_rates(

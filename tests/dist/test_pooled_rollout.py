@@ -447,7 +447,7 @@ def test_one_step_off_in_pools_and_resumed_has_the_same_bits(
                 for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss"):
                     assert step["metrics"].get(key) == other["metrics"].get(key)
                 if name == "off_pools":
-                    assert step["metrics"]["timing_s/ref"] > 0, "of the rollout ranks"
+                    assert step["metrics"]["timing_per_token_ms/ref"] > 0, "of the rollout ranks"
             if rank < 2:
                 _assert_same_weights(result, one_step_off[rank])
 
