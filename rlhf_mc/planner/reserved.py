@@ -65,7 +65,7 @@ def besides_tensors(meshes: frozenset[Mesh], gpus_per_node: int) -> int:
         tuple(mesh.context_blocks(size)[0]) for mesh in meshes for size in mesh.context_sizes
     }
     for mesh in meshes:  # shards of a parameter, and their replicas
-        groups |= {tuple(range(mesh.shards)), tuple(range(0, mesh.world, mesh.shards))}
+        groups |= {tuple(mesh.ranks[: mesh.shards]), tuple(mesh.ranks[:: mesh.shards])}
     communicators = sum(len(group) > 1 for group in groups)
     peers = max((min(mesh.ep, max(1, gpus_per_node // mesh.tp)) - 1 for mesh in meshes), default=0)
     return CONTEXT + communicators * COMMUNICATOR + peers * PEER
