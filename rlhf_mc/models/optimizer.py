@@ -101,7 +101,7 @@ def set_adam_steps(optimizer: Any, count: int) -> None:
                     state.setdefault(key, torch.zeros_like(main, dtype=torch.float32))
                 if not counts_by_group:
                     device = main.device if group.get("fused") else None
-                    state["step"] = torch.tensor(float(count), device=device)
+                    state["step"] = torch.full((), float(count), device=device)
 
 
 def _in_use(optimizer: Any) -> list[Any]:

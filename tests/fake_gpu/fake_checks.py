@@ -47,6 +47,10 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
         None,
         "the norm of the gradient; experts have one of their own",
     ),
+    ("optimizer_step", "item", "models/strategies/fully_sharded.py:FsdpStrategy.grad_norm"): (
+        None,
+        "the norm of the gradient",
+    ),
     ("statistics", "copy to the host", "topology/consensus.py:gather_vectors"): (
         1,
         "of all mini-batches",
@@ -224,6 +228,8 @@ WITHOUT_ENTRY = {
     "_fused_adamw": "torch.optim.AdamW(fused=True) of float32: FusedAdamWKernel.cu",
     "convolution": "conv1d, of which OpInfo has the name of torch.nn.functional: cuDNN",
     "convolution_backward": "the same",
+    "all_gather_copy_in": "of fully_shard: a copy into parts of a buffer",
+    "chunk_cat": "of fully_shard: _chunk_cat_out_cuda (native_functions.yaml)",
 }
 """Operators that OpInfo does not have -> the reason for which CUDA has them."""
 

@@ -227,7 +227,7 @@ batches, and these on when an environment answers."""
 @pytest.mark.parametrize(
     ("seed", "settings", "kinds"),
     [
-        (2, [*PARTIAL, *TURNS, *REPLAYABLE], KINDS[3:]),
+        (2, [*PARTIAL, *TURNS, *REPLAYABLE], KINDS[4:]),
         (3, IN_POOLS, KINDS[:4]),
     ],
     ids=["partial turns", "pools"],
