@@ -322,8 +322,7 @@ class ModelEngine:
         self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss
     ) -> StatisticSums:
         """Do as `backward`, but return this rank's sums of the statistics. Where one is not finite,
-        the gradient is
-        not either, so that its norm tells every rank."""
+        the gradient is not either, so that its norm tells every rank."""
         self.offload.require(GRADS)
         sums = StatisticSums()
         micro_batches = self._schedule.with_dummies(micro_batches)

@@ -10,13 +10,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlhf_mc import platform
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.rollout.base import Arrivals, Request, RolloutEngine, Sampling, Turns
 from rlhf_mc.rollout.work_sharing import Clock, SharedQueue, period_length
 from rlhf_mc.runtime.work import count, working
-from rlhf_mc.topology.consensus import gather_vectors
+from rlhf_mc.topology.consensus import gather_objects, gather_vectors
 
 NO_ARRIVALS = Arrivals()
+_OVERHEAD_BYTES = {True: 1 << 32, False: 1 << 24}
+"""Bytes that a device (a GPU or not) reads in the time that a step takes whatever the model is,
+some 1.5 ms."""
+
+
+def cached_token_cost(kv_bytes: int, weight_bytes: int, pool: dist.ProcessGroup | None) -> float:
+    """Return RolloutEngine.cached_token_cost of this rank's engine. kv_bytes: of one token in the
+    KV cache of a rank. weight_bytes: of the rank's weights. pool: the ranks of all engines, which
+    must call it; they end a period with the same step, so their costs are equal."""
+    read_bytes = max(gather_objects(weight_bytes, pool)) + _OVERHEAD_BYTES[platform.use_cuda()]
+    return kv_bytes / read_bytes
 
 
 def generate_responses(

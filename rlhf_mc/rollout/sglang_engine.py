@@ -40,14 +40,13 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.draws import Draws, LogProbs
+from rlhf_mc.rollout.engine_loop import cached_token_cost
 from rlhf_mc.rollout.vllm_layout import check_parameters, vllm_layout
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 from rlhf_mc.topology.groups import pool_group
 
 MARGIN = 8
 """Tokens of a context that SGLang keeps free."""
-_OVERHEAD_BYTES = {True: 1 << 32, False: 1 << 24}
-"""As in vllm_engine.py."""
 _ABSENT = ("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")
 """Fields of a request that SGLang's server sends for images, texts and log-probs."""
 _NO_LOG_PROBS = {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0}
@@ -142,8 +141,7 @@ class SGLangEngine:
         self._model: torch.nn.Module = runner.model
         self.num_parameters = sum(param.numel() for param in self._model.parameters())
         self.weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
-        read_bytes = max(gather_objects(self.weight_bytes, pool))
-        self.cached_token_cost = kv_bytes / (read_bytes + _OVERHEAD_BYTES[platform.use_cuda()])
+        self.cached_token_cost = cached_token_cost(kv_bytes, self.weight_bytes, pool)
         self.summary = (
             f"KV cache for {self._scheduler.max_total_num_tokens} tokens; "
             f"attention by {type(runner.attn_backend).__name__}"

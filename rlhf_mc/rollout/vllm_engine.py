@@ -31,6 +31,7 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.draws import Draws, LogProbs, request_number
+from rlhf_mc.rollout.engine_loop import cached_token_cost
 from rlhf_mc.rollout.routed_experts import RoutedExperts
 from rlhf_mc.rollout.vllm_derived import derive_weights, loaded_parameters
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
@@ -45,7 +46,7 @@ from rlhf_mc.rollout.vllm_options import (
     gpu_options,
     sampling_params,
 )
-from rlhf_mc.topology.consensus import gather_objects, on_every_rank
+from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.topology.groups import pool_group
 from rlhf_mc.topology.shared_gpu import in_turn
 
@@ -67,11 +68,6 @@ def check_build() -> None:
             "rollout: VLLM_USE_V2_MODEL_RUNNER is 0; unset it: vLLM's other model runner does not "
             "draw by seed and position, and a response that is continued would repeat its draws"
         )
-
-
-_OVERHEAD_BYTES = {True: 1 << 32, False: 1 << 24}
-"""Bytes that a device (a GPU or not) reads in the time that a step takes whatever the model is,
-some 1.5 ms."""
 
 
 class VLLMEngine:
@@ -161,10 +157,7 @@ class VLLMEngine:
             self._experts = RoutedExperts(shape)
             bind_routed_experts_capturer(self._model, self._experts)
         kv_bytes = shape.cached_per_token(len(self._group)) * getattr(torch, dtype).itemsize
-        # The ranks of an engine end a period with the same step, so their costs are equal.
-        read_bytes = max(gather_objects(self.weight_bytes, pool))
-        read_bytes += _OVERHEAD_BYTES[platform.use_cuda()]
-        self.cached_token_cost = kv_bytes / read_bytes
+        self.cached_token_cost = cached_token_cost(kv_bytes, self.weight_bytes, pool)
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
         shapes = self._quantized.shapes(self._model)
         try:
