@@ -277,7 +277,8 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
         for tensor in tensors:
-            tensor.record_stream(self._stream)
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
 
     @contextlib.contextmanager
     def to_device(self) -> Iterator[None]:

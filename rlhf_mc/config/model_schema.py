@@ -154,6 +154,9 @@ class FsdpConfig:
     reshard_after_forward: bool = True
     """Free a layer's gathered parameters after its forward pass, and gather them again for its
     backward pass (ZeRO-3). false: they stay until then (ZeRO-2)."""
+    offload_policy: bool = False
+    """Keep parameters, gradients and optimizer state in host memory, where the optimizer step runs
+    too; a GPU has gathered layers alone."""
 
 
 Strategy = Literal["megatron", "fsdp2"]

@@ -33,6 +33,12 @@ def _sharding(cfg: Config, role: str, layout: RoleLayout) -> Iterator[str]:
                 f"{role}.strategy is fsdp2 and {role}.megatron.{name} is {yaml_text(value)}; set "
                 f"it to {yaml_text(wanted)}, or {role}.strategy to megatron"
             )
+    for name in ("param_offload", "optimizer_offload"):
+        if layout.fsdp.offload_policy and getattr(layout, name):
+            yield (
+                f"{role}.fsdp_config.offload_policy and {role}.megatron.{name} are true; the first "
+                "keeps all in host memory: set the second to false"
+            )
     if cfg.model.dist_checkpointing_path is not None and not _has_own_checkpoint(cfg, role):
         yield (
             f"{role}.strategy is fsdp2; its weights come from the safetensors of model.path: set "

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func,
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhf_mc import platform
+from rlhf_mc.config.model_schema import fsdp_config
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.data.balance import num_sharing_ranks
@@ -77,15 +78,15 @@ class PlannedShapes(P2PCommunicator):
 
 
 def set_reduction(config: Any, replicated: Sequence[Any]) -> None:
-    """Let Megatron-Core's schedule reduce the gradients of these chunks (DistributedDataParallel)
-    in the last micro-batch, as Megatron-LM does. config: the first chunk's. Without chunks no pass
-    reduces: a forward
-    pass would enter no_sync, and never leave it.
+    """Let Megatron-Core's schedule reduce the gradients of these chunks (DistributedDataParallel,
+    or a model of fsdp2: over the replicas of its shards) in the last micro-batch, as Megatron-LM
+    does. config: the first chunk's. Without chunks no pass reduces: a forward pass would enter
+    no_sync, and never leave it.
 
     With pipeline stages the first one reduces during its backward pass, the others together with it
     (Megatron-LM's align_grad_reduce)."""
     no_sync = [chunk.no_sync for chunk in replicated]
-    start = [chunk.start_grad_sync for chunk in replicated]
+    start = [getattr(chunk, "start_grad_sync", None) for chunk in replicated]
     several = len(replicated) > 1
     config.no_sync_func = no_sync if several else next(iter(no_sync), None)
     config.grad_sync_func = start if several else next(iter(start), None)
@@ -160,6 +161,7 @@ class MicroBatchSchedule:
             megatron, groups.mesh.replicas, platform.use_cuda()
         )
         """DistributedDataParallel reduces gradients during the backward pass."""
+        self._has_no_sync = self.overlaps_reduction or fsdp_config(megatron) is not None
 
     def with_dummies(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Append dummy micro-batches: the schedule of virtual pipeline chunks needs a multiple of
@@ -239,7 +241,7 @@ class MicroBatchSchedule:
                 yield micro
 
         several = len(self._chunks) > 1
-        set_reduction(self._chunks[0].config, trained if self.overlaps_reduction else ())
+        set_reduction(self._chunks[0].config, trained if self._has_no_sync else ())
         ranges = schedule_ranges(self._chunks[0].config)
         total = len(micro_batches) * len(self._chunks)
         with megatron_calls(), ranges, working(total=total, unit="micro-batches") as work:

@@ -126,10 +126,11 @@ def update_peak(
     work: MicroBatchPass,
     cuda: bool,
     entropy: bool,
+    at_layer: float = 0.0,
 ) -> float:
     """Return the bytes of activations and gradients of activations at the peak of an update, on a
     rank of the stage. cuda: on a GPU, with Transformer Engine. entropy: the loss needs the
-    entropy's gradient."""
+    entropy's gradient. at_layer: bytes that a layer's backward pass has besides."""
     sizes = _Sizes(shape, megatron)
     stored = _stored_bytes(shape, megatron, mesh, stage, work, cuda)
     # With sequence parallelism the states of all tensor-parallel ranks are gathered, and so is
@@ -147,7 +148,7 @@ def update_peak(
         of_layer += 2 * sizes.row_bytes(layer, work)  # and their gradients
         if not cuda:  # on a GPU the product that computes a weight's gradient adds it to main_grad
             of_layer += sizes.itemsize * shape.hidden_size * feed_forward.product
-        backward = max(backward, of_layer)
+        backward = max(backward, of_layer + at_layer)
     if stage == mesh.pp - 1:
         norm = (2 * sizes.itemsize if cuda else sizes.norm()) * sizes.states
         head = _head_bytes(shape, megatron, work.logits, cuda, entropy)

@@ -4,7 +4,7 @@ reduced in its passes, as torch's fully_shard does (torch/distributed/fsdp/_full
 Of each parameter a rank holds ceil(n / d) of the n rows, with padding on the last ranks. A layer is
 gathered for its forward pass, and for its backward pass if it was freed. Embedding, last norm and
 head are the root's, which stays gathered during a pass. Each backward pass of a micro-batch reduces
-gradients in float32."""
+gradients in float32; their replicas (HSDP) are reduced in the last one."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ class Units:
 
     root: int
     layers: tuple[int, ...]
+    pinned: int
+    """Elements of all shards in page-locked memory, each in a block of a power of two (torch's
+    CachingHostAllocator.h)."""
 
     @property
     def total(self) -> int:
@@ -51,6 +54,8 @@ class FullySharded:
     (HSDP)."""
     frees_layers: bool
     """Layers are freed after their forward pass (reshard_after_forward)."""
+    on_host: bool
+    """State and optimizer step are on the host (offload_policy)."""
     itemsize: int
     """Bytes of an element of the type in which the model computes."""
     whole: int
@@ -70,42 +75,84 @@ class FullySharded:
     def narrowed(self) -> float:
         """The bytes of the copy of the main parameters, in the type in which the model computes,
         that a weight update or an export reads."""
-        return float(self.trained.total * self.itemsize) if self.itemsize < _FLOAT32 else 0.0
+        copied = self.all if self.on_host else self.trained
+        return float(copied.total * self.itemsize * (self.on_host or self.itemsize < _FLOAT32))
 
-    def gathered(self, is_update: bool) -> dict[str, float]:
-        """Return the bytes of whole parameters in a pass: of the root and of two layers, the one
-        that computes and the next, or of all layers. In an update also of the gradients that are
-        not reduced: of the root and a layer, and a layer's float32 copy that is being reduced. The
-        root has two copies before the first layer, and in its reduction, where no activations
-        are."""
-        layer = max(self.all.layers)
-        layers = 2 * layer if self.frees_layers else sum(self.all.layers) + layer
-        whole = self.ranks * self.itemsize
-        parts = {"gathered parameters": float(whole * (self.all.root + layers))}
-        if is_update:
-            trained = max(self.trained.layers)
-            gradients = whole * (self.trained.root + trained) + self.ranks * trained * _FLOAT32
-            parts["gathered gradients"] = float(gradients)
-        return parts
+    @property
+    def host_bytes(self) -> float:
+        """The bytes of the state in host memory."""
+        if not self.on_host:
+            return 0.0
+        frozen = (self.all.pinned - self.trained.pinned) * self.itemsize
+        return float(2 * self.trained.pinned * _FLOAT32 + frozen + self.state.optimizer)
+
+    def copied(self, micro_batches: int, is_update: bool) -> float:
+        """Return the bytes that a pass copies between host and device: shards for each gather, and
+        reduced gradients."""
+        if not self.on_host:
+            return 0.0
+        of_root, of_layers = self._gathers(micro_batches, is_update)
+        shards = of_root * self.all.root + of_layers * sum(self.all.layers)
+        gradients = micro_batches * self.state.grads * is_update
+        return shards * self.state.params / self.all.total + gradients
+
+    def _gathers(self, micro_batches: int, is_update: bool) -> tuple[int, int]:
+        """Return how often a pass gathers root and layers. Without a backward pass, what is not
+        freed stays for the next micro-batch."""
+        of_layers = micro_batches if is_update or self.frees_layers else 1
+        of_root = micro_batches if is_update else 1
+        return of_root, of_layers * (1 + (is_update and self.frees_layers))
+
+    @property
+    def gathered(self) -> float:
+        """The bytes of whole parameters from the first layer of a pass to its last: of the root,
+        and of layers that are not freed."""
+        kept = 0 if self.frees_layers else sum(self.all.layers)
+        return float(self.ranks * self.itemsize * (self.all.root + kept))
+
+    @property
+    def gathered_at_layer(self) -> float:
+        """Besides: of the layer that computes and the next; that one is gathered in a buffer."""
+        layers = 2 if self.frees_layers else 1
+        return float(self.ranks * self.itemsize * layers * max(self.all.layers))
+
+    @property
+    def gradients_at_layer(self) -> float:
+        """The bytes of gradients that are not reduced in a layer's backward pass: of the output
+        layer, as of the root, of the layer, and its float32 copy that is being reduced."""
+        layer = max(self.trained.layers)
+        elements = (self.trained.root + layer) * self.itemsize + layer * _FLOAT32
+        return float(self.ranks * elements)
+
+    @property
+    def at_start(self) -> float:
+        """The bytes before there are activations: of the root and of the first layer twice, as
+        they are gathered and as parameters."""
+        return float(2 * self.ranks * self.itemsize * (self.all.root + max(self.all.layers)))
+
+    @property
+    def at_end(self) -> float:
+        """The bytes of whole parameters and gradients when no activations are left: of the root,
+        and its float32 gradients that are being reduced."""
+        sizes = self.all.root * self.itemsize + self.trained.root * (self.itemsize + _FLOAT32)
+        return float(self.ranks * sizes)
 
     def collectives(self, rank: int, micro_batches: int, is_update: bool) -> list[Collective]:
-        """Return the collectives of a pass on this rank. Without a backward pass, what is not freed
-        stays for the next micro-batch."""
+        """Return the collectives of a pass on this rank."""
         first = rank // self.ranks * self.ranks
         shards = tuple(range(first, first + self.ranks))
         replicas = tuple(range(rank % self.ranks, self.world, self.ranks))
-        of_layers = micro_batches if is_update or self.frees_layers else 1
-        of_layers *= 1 + (is_update and self.frees_layers)
-        of_root = micro_batches if is_update else 1
+        of_root, of_layers = self._gathers(micro_batches, is_update)
         elements = of_root * self.all.root + of_layers * sum(self.all.layers)
         calls = of_root + of_layers * len(self.all.layers)
         gathered = self.ranks * elements * self.itemsize
         collectives = [Collective("parameters", "all_gather", shards, gathered, calls)]
         if is_update:
-            size = micro_batches * self.trained.total * _FLOAT32
-            calls = micro_batches * (1 + len(self.trained.layers))
+            size = self.trained.total * _FLOAT32
+            calls = 1 + len(self.trained.layers)
+            whole = micro_batches * self.ranks * size
             collectives += [
-                Collective("gradients", "reduce_scatter", shards, self.ranks * size, calls),
+                Collective("gradients", "reduce_scatter", shards, whole, micro_batches * calls),
                 Collective("gradients", "all_reduce", replicas, size, calls),
             ]
         return [item for item in collectives if len(item.group) > 1]
@@ -122,8 +169,15 @@ def full_sharding(
     freeze = getattr(roles(cfg)[role], "freeze", None)
     patterns = None if freeze is None else tuple(freeze)
     units = _units(role, shape, patterns, mesh.shards, cuda)
-    frees = layout.fsdp.reshard_after_forward
-    return FullySharded(mesh.world, mesh.shards, frees, ITEMSIZES[layout.dtype], *units)
+    fsdp = layout.fsdp
+    return FullySharded(
+        mesh.world,
+        mesh.shards,
+        fsdp.reshard_after_forward,
+        fsdp.offload_policy and cuda,
+        ITEMSIZES[layout.dtype],
+        *units,
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -149,8 +203,11 @@ def _units(
 def _sharded(sizes: Mapping[str, tuple[int, ...]], num_layers: int, ranks: int) -> Units:
     """Return the units of parameters, given by name and shape."""
     units = [0] * (num_layers + 1)
+    pinned = 0
     for name, (rows, *row) in sizes.items():
         layer = _LAYER.match(name)
         unit = num_layers if layer is None else int(layer[1])
-        units[unit] += math.ceil(rows / ranks) * math.prod(row)
-    return Units(units[num_layers], tuple(units[:num_layers]))
+        elements = math.ceil(rows / ranks) * math.prod(row)
+        units[unit] += elements
+        pinned += 1 << (elements - 1).bit_length()
+    return Units(units[num_layers], tuple(units[:num_layers]), pinned)

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.roles import num_teacher_tokens, num_training_ranks, saves_checkpoints
+from rlhf_mc.config.roles import num_teacher_tokens, saves_checkpoints
 from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.planner.lengths import responses_per_prompt
 from rlhf_mc.planner.memory import RankMemory, sum_by_name
 from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.planner.storage import TRAINED, weight_bytes
-from rlhf_mc.topology.mesh import Mesh, training_mesh
+from rlhf_mc.topology.mesh import Mesh, role_mesh
 
 PROCESS = 6 << 30
 """Bytes of a rank's process besides all else: libraries, CUDA's context and NCCL's buffers on the
@@ -80,13 +81,15 @@ def _rank_bytes(
     copies = 0.0
     for role, state in ranks.states.items():
         settings = layouts(cfg)[role]
+        mesh = role_mesh(cfg, role, world)
+        if (sharding := full_sharding(cfg, role, shapes[role], mesh)) is not None:
+            parts[f"{role} state"] = sharding.host_bytes
         if settings.param_offload:
             parts[f"{role} params"] = state.params
         if role in TRAINED:
             if settings.optimizer_offload:
                 parts[f"{role} optimizer"] = state.optimizer
             params = state.stored_params(shapes[role], ITEMSIZES[settings.dtype])
-            mesh = training_mesh(settings, num_training_ranks(cfg, world))
             copies += saved_bytes(params, state.optimizer, mesh)
     if saves_checkpoints(cfg.trainer) and cfg.trainer.async_save:
         parts["asynchronous save"] = copies

@@ -236,6 +236,8 @@ class _Model:
     def resident(self, needed: Collection[str]) -> dict[str, float]:
         """Return the bytes of the parts that are on the device in a phase that needs these."""
         settings = self._megatron
+        if self.sharding is not None and self.sharding.on_host:
+            return {}
         offloads = {
             # On a CPU what is offloaded stays in the same memory; gradients are freed.
             "params": settings.param_offload and self._cuda,
@@ -270,19 +272,31 @@ class _Model:
         tokens = sequences * (cfg.data.max_prompt_length + cfg.data.max_response_length)
         return float(tokens * choice_bytes_of_stage(self._shape, self.mesh, self.stage))
 
-    def gathered(self, is_update: bool) -> dict[str, float]:
-        """Return the bytes of whole parameters and gradients of a pass of FSDP2."""
-        return {} if self.sharding is None else self.sharding.gathered(is_update)
+    def forward(self, work: MicroBatchPass) -> dict[str, float]:
+        """Return the bytes of a pass without gradients."""
+        size = forward_peak(self._shape, self._megatron, self.mesh, self.stage, work, self._cuda)
+        fsdp = self.sharding
+        if fsdp is None:
+            return {"activations": size}
+        return _with_gathered(size, fsdp.gathered + fsdp.gathered_at_layer, fsdp.at_start)
 
-    def forward(self, work: MicroBatchPass) -> float:
-        """Return the bytes of activations of a pass without gradients."""
-        return forward_peak(self._shape, self._megatron, self.mesh, self.stage, work, self._cuda)
-
-    def update(self, work: MicroBatchPass, entropy: bool) -> float:
-        """Return the bytes of activations of an update."""
-        return update_peak(
-            self._shape, self._megatron, self.mesh, self.stage, work, self._cuda, entropy
+    def update(self, work: MicroBatchPass, entropy: bool) -> dict[str, float]:
+        """Return the bytes of an update, without the model's state."""
+        fsdp = self.sharding
+        at_layer = 0.0 if fsdp is None else fsdp.gathered_at_layer + fsdp.gradients_at_layer
+        size = update_peak(
+            self._shape, self._megatron, self.mesh, self.stage, work, self._cuda, entropy, at_layer
         )
+        if fsdp is None:
+            return {"activations": size}
+        return _with_gathered(size, fsdp.gathered, fsdp.at_end)
+
+
+def _with_gathered(activations: float, gathered: float, alone: float) -> dict[str, float]:
+    """Return the bytes of a pass of FSDP2 where it has most: with activations, or without them."""
+    if activations + gathered > alone:
+        return {"activations": activations, "gathered": gathered}
+    return {"gathered": alone}
 
 
 def _phase_names(cfg: Config, roles: Collection[str]) -> list[str]:
@@ -361,15 +375,14 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
         if is_update:
             prompts = getattr(cfg, role).ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
             entropy = cfg.actor.entropy_coeff != 0 or cfg.actor.entropy_coeff_end is not None
-            size = model.update(
+            sizes = model.update(
                 _pass(cfg, role, budget, model.mesh, prompts), role == "actor" and entropy
             )
         else:
-            size = model.forward(_pass(cfg, role, budget, model.mesh, prompts))
+            sizes = model.forward(_pass(cfg, role, budget, model.mesh, prompts))
         sequences = math.ceil(prompts * cfg.rollout.n / model.mesh.replicas)
         peaks[phase] = {
-            "activations": size,
-            **model.gathered(is_update),
+            **sizes,
             "replayed experts": model.replayed_experts(cfg, sequences),
             "teacher's tokens": _teacher_bytes(cfg, phase, budget),
         }

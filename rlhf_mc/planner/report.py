@@ -93,7 +93,7 @@ def traffic_table(transfers: Sequence[Traffic]) -> str:
 
 def host_table(host: NodeMemory, storage: Storage) -> str:
     """Return the text of host memory and files: a line for each."""
-    is_offload = {name: name.endswith((" params", " optimizer")) for name in host.parts}
+    is_offload = {name: name.endswith((" params", " optimizer", " state")) for name in host.parts}
     sizes = sum_by_name(
         ("offloads" if is_offload[name] else name, size) for name, size in host.parts.items()
     )

@@ -173,7 +173,7 @@ def fit_error(
     )
     advice = "use more GPUs, or larger tensor- or pipeline-parallel sizes"
     if cfg.actor.strategy == "fsdp2":
-        advice = "use more GPUs, or actor.strategy: megatron"
+        advice = "use more GPUs, fsdp_config.offload_policy, or actor.strategy: megatron"
     if not capacity.cuda:
         advice = "use fewer ranks on a node, or one with more memory"
     if settings is not None:

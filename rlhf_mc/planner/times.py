@@ -186,11 +186,11 @@ class _Model:
         if sums and overlaps_reduction(self._megatron, self._mesh.replicas, True):
             last = seconds["products"] * BACKWARD / (1 + BACKWARD) / work.micro_batches
             sums["gradients"] = max(0.0, sums["gradients"] - last)
-        return {
-            **seconds,
-            **sums,
-            "optimizer": self._optimizer_bytes(state) / self._machine.rates.memory,
-        }
+        # Host memory is as fast as a GPU's link to it.
+        rates = self._machine.rates
+        on_host = self._sharding is not None and self._sharding.on_host
+        rate = rates.host if on_host else rates.memory
+        return {**seconds, **sums, "optimizer": self._optimizer_bytes(state) / rate}
 
     def _pipelined(self, work: PhasePasses, backward: bool) -> dict[str, float]:
         """Return the parts of a pass over all micro-batches through the pipeline.
@@ -253,6 +253,8 @@ class _Model:
             return {}
         collectives = self._sharding.collectives(0, micro_batches, backward)
         waits = _seconds_by_purpose(collectives, 0, self._machine)
+        if copied := self._sharding.copied(micro_batches, backward):
+            waits["host copies"] = copied / self._machine.rates.host
         for name, seconds in waits.items():
             waits[name] = max(0.0, seconds - products)
             products = max(0.0, products - seconds)

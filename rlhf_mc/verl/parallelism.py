@@ -249,11 +249,14 @@ def fsdp_offload(key: str, value: Any, verl: Settings) -> MappedSetting:
     """Convert param_offload, optimizer_offload and offload_policy of FSDP, and VeOmni's of the same
     meaning."""
     role = key.partition(".")[0]
-    name = key.rpartition(".")[2]
+    section, _, name = key.rpartition(".")
     if name in ("offload_policy", "enable_fsdp_offload"):
-        return renamed(f"{role}.megatron.param_offload", value=True) if value else implied("off")
+        ours = "fsdp_config.offload_policy" if is_fsdp2(verl) else "megatron.param_offload"
+        return renamed(f"{role}.{ours}", value=True) if value else implied("off")
     if name in TRAINING_ONLY and role not in ("actor", "critic"):
         return not_needed("it does nothing for a model that is never trained")
+    if verl.get(f"{section}.offload_policy") and is_fsdp2(verl):
+        return not_needed("offload_policy has all on the host")
     return renamed(f"{role}.megatron.{name}", bool(value))
 
 

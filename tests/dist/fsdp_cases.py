@@ -53,6 +53,8 @@ class Case(NamedTuple):
     """Compare with the distributed optimizer, of which no rank has the whole gradient."""
     freeze: tuple[str, ...] = ()
     """Patterns, as in actor.freeze."""
+    budget: int = BUDGET
+    """Tokens of a micro-batch."""
     routers: bool = False
     """Add the routers' losses, update their correction biases, and replay recorded experts."""
 
@@ -105,8 +107,8 @@ def outcome(case: Case, engine: ModelEngine, batch: RaggedBatch, steps: int) -> 
             settings = replace(BALANCE, moe_router_bias_update_rate=0.0)
         engine.replay = ExpertReplay("recompute", engine.shape, engine.groups, engine.chunks)
         engine.balance = RouterBalance(settings, engine.shape, engine.groups, engine.chunks)
-    scores = [score_tokens(engine, batch, head, BUDGET)]
-    micro_batches = my_micro_batches(engine, batch, BUDGET)
+    scores = [score_tokens(engine, batch, head, case.budget)]
+    micro_batches = my_micro_batches(engine, batch, case.budget)
     loss = objective(engine, batch, "token-mean")
     stats = engine.backward(batch, micro_batches, loss)
     zeros = {name: torch.zeros(param.shape) for name, param in engine.named_parameters().items()}
@@ -115,7 +117,7 @@ def outcome(case: Case, engine: ModelEngine, batch: RaggedBatch, steps: int) -> 
     for _ in range(steps):
         norms.append(engine.train_step(batch, micro_batches, loss).grad_norm)
         engine.end_of_ppo_step()
-    scores.append(score_tokens(engine, batch, head, BUDGET))
+    scores.append(score_tokens(engine, batch, head, case.budget))
     if engine.balance is not None:
         stats |= engine.balance.losses()
     weights = {name: param.float() for name, param in engine.params.items()}

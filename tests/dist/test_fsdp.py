@@ -18,8 +18,8 @@ from rlhf_mc.data.batch import RaggedBatch
 
 pytestmark = pytest.mark.dist
 
-PROMPT_LENS = (3, 8, 4, 4, 4)
-RESPONSE_LENS = (6, 1, 11, 5, 7)
+PROMPT_LENS = (3, 8, 4, 4, 4, 2, 6, 5)
+RESPONSE_LENS = (6, 1, 11, 5, 7, 9, 3, 4)
 FAMILIES = {"tied": {"tied": True}, "untied": {"tied": False}} | DENSE | HYBRID | EXPERTS
 
 
@@ -39,7 +39,7 @@ def batch() -> RaggedBatch:
     starts = empty.seq_lens.cumsum(0) - empty.seq_lens
     empty.tokens[starts[4] : starts[4] + 4] = empty.tokens[starts[3] : starts[3] + 4]
     noise = torch.randn(2, sum(RESPONSE_LENS), generator=torch.Generator().manual_seed(6))
-    return empty.with_fields(values=noise[0], returns=noise[1], numbers=torch.arange(5) + 20)
+    return empty.with_fields(values=noise[0], returns=noise[1], numbers=torch.arange(8) + 20)
 
 
 def check(pool: Any, world: int, cases: list[Case], batch: RaggedBatch, bound: float) -> None:
@@ -81,7 +81,7 @@ def test_layouts_and_settings(
         checkpoints[name] for name in ("tied", "untied", "qwen3_moe", "glm4_moe")
     )
     cases = [
-        Case(tied, shards=2),
+        Case(tied, shards=2, budget=16),
         Case(untied, shards=1),
         Case(untied, shards=2, sharding={"reshard_after_forward": False}),
         Case(experts, shards=4),

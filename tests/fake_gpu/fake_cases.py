@@ -103,6 +103,8 @@ class Case:
     dynamic_cp: bool = False
     shards: int = 0
     """Ranks that share each parameter with strategy fsdp2; 0: strategy megatron."""
+    on_host: bool = False
+    """With strategy fsdp2: offload_policy."""
     layers: int = 2
     ranks: tuple[int, ...] = (0,)
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -273,6 +275,7 @@ CASES: dict[str, Case] = {
         megatron={"recompute_granularity": "selective", **SEQUENCE},
     ),
     "fsdp2, offload": Case("llama", world=8, shards=8, ranks=(0, 1), megatron=OFFLOAD_ROLE),
+    "fsdp2 on the host": Case("llama", world=8, shards=8, on_host=True),
     "fsdp2 of experts, replicas": Case("qwen3_moe", world=8, shards=4, ranks=(0, 4)),
     "fsdp2 of a critic, context parallel": Case(  # one row for the value head: rank 0 alone has it
         "qwen2",

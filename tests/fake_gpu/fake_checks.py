@@ -25,6 +25,10 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
     ),
     ("score", "Event.synchronize", _FORWARD): (None, "experts: tokens of each, one a layer"),
     ("score", "masked_select", _FORWARD): (None, "experts without Transformer Engine: two a layer"),
+    ("gradient", "copy to the host", "autograd"): (
+        None,
+        "offload_policy: gradients that are added to those on the host",
+    ),
     ("gradient", "Event.synchronize", _FORWARD): (None, "experts: tokens of each, one a layer"),
     ("gradient", "masked_select", _FORWARD): (
         None,
@@ -98,6 +102,14 @@ KNOWN_WAITS: dict[tuple[str, str, str], tuple[int | None, str]] = {
 """(phase, operator or call, place) -> (1 where it is once in the phase, otherwise None; the
 reason)."""
 PAGEABLE_COPIES = {
+    (
+        "optimizer_step",
+        "models/strategies/fully_sharded.py:FsdpStrategy.grad_norm",
+    ): "offload_policy: the norm of the gradients on the host",
+    (
+        "update_weights",
+        "models/engine.py:ModelEngine.rollout_params.<locals>.<dictcomp>",
+    ): "offload_policy: the weights",
     ("load", "models/gpt_model.py:build_model"): "constants of the model",
     ("load", "reshard/execute.py:_Copies.run"): "weights of the files",
     ("load", "tests"): "the value head of the tests",

@@ -131,6 +131,10 @@ class FakeCuda(TorchDispatchMode):
             return self._collective(func, args, kwargs, leaves)
         if kwargs.get("pin_memory"):
             return self._page_locked(func, args, {**kwargs, "pin_memory": None})
+        if func is aten._pin_memory.default:
+            with _disable_current_modes():
+                copy = args[0].clone()
+            return self._lock(copy)
         if func is aten.is_pinned.default:
             return self._is_locked(args[0])
         on_cuda = any(isinstance(x, FakeTensor) and x.device.type == "cuda" for x in leaves)
@@ -143,7 +147,8 @@ class FakeCuda(TorchDispatchMode):
             and target.type != args[0].device.type
         ):
             if target.type == "meta":
-                return torch.empty_like(args[0], device="meta")
+                with _disable_current_modes():
+                    return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
             return self._moved(args[0], target, kwargs)
         if func is aten._foreach_copy_.default and {x.device.type for x in leaves} == {
             "cpu",

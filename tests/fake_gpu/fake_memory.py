@@ -20,7 +20,7 @@ from gpu_parts.engines import token_batch
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.roles import shares_weights, token_budgets
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import offload
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
@@ -83,7 +83,9 @@ def _planned(planned: RankMemory, name: str) -> float:
         "actor grads",
         "actor optimizer",
         "activations",
+        "gathered",
         "reshard buckets",
+        "weights to send",
         "vLLM weights",
     )
     return sum(phase.parts.get(part, 0) for part in parts)
@@ -92,7 +94,7 @@ def _planned(planned: RankMemory, name: str) -> float:
 def _run(
     cfg: Config, gpu: FakeCuda, world: int, stays: bool
 ) -> tuple[dict[str, int], Counter[str]]:
-    megatron = cfg.actor.megatron
+    megatron = layouts(cfg)["actor"]
     gpu.phase = "build"
     engine = ModelEngine(
         "actor",

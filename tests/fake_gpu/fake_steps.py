@@ -152,7 +152,7 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
         role,
         groups,
         LoraConfig(case.lora_rank),
-        fsdp=FsdpConfig(case.shards) if case.shards else None,
+        fsdp=FsdpConfig(case.shards, offload_policy=case.on_host) if case.shards else None,
         **{"dtype": "bfloat16", **case.megatron},
     )
     if case.role != "reward_model":

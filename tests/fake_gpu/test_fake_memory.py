@@ -33,6 +33,20 @@ class Config(NamedTuple):
 
 
 WITHOUT_OFFLOAD = ("actor.megatron.grad_offload=false", "actor.megatron.optimizer_offload=false")
+FSDP2 = (
+    "actor.strategy=fsdp2",
+    "actor.megatron.tensor_model_parallel_size=1",
+    "actor.megatron.sequence_parallel=false",
+    "actor.megatron.grad_offload=false",
+    "rollout.log_prob_max_token_len_per_gpu=8192",
+)
+FSDP2_FULL = (*FSDP2, "actor.megatron.recompute_granularity=full")
+FSDP2_HSDP = (
+    *FSDP2,
+    "actor.fsdp_config.fsdp_size=4",
+    "actor.fsdp_config.reshard_after_forward=false",
+    "actor.ppo_max_token_len_per_gpu=2048",
+)
 SHARED = ("data.max_prompt_length=3072", "data.max_response_length=768", "rollout.n=4")
 """Lengths with which four responses and their prompt fill a micro-batch (fake_memory.py)."""
 CONFIGS = {
@@ -41,6 +55,9 @@ CONFIGS = {
     "7B without offload": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, WITHOUT_OFFLOAD),
     "7B, state in steps": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, ("trainer.planner=off",)),
     "7B, shared prompts": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, SHARED),
+    "7B, fsdp2": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, FSDP2),
+    "7B, fsdp2, recomputed": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 3, FSDP2_FULL),
+    "7B, fsdp2 of 4 ranks, kept": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, FSDP2_HSDP),
     "32B, first stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 0),
     "32B, last stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 15),
     "30B-A3B, first stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 0),

@@ -2,11 +2,13 @@
 and gathered layer by layer in the model's type. Of a model that is trained, the shards are float32:
 the optimizer's main parameters. Gradients are reduced in float32 after each micro-batch and summed
 in the shards: whole gradients, which one reduction for all micro-batches would need, do not fit.
+Replicas of the shards sum theirs once, in the last micro-batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,12 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.model_schema import fsdp_config
+from rlhf_mc.config.model_schema import FsdpConfig, fsdp_config
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.models.expert_parts import CORRECTION_BIAS
 from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, assemble_model, enable_input_gradients
@@ -38,19 +47,22 @@ class FsdpStrategy(TrainingStrategy):
         fsdp = fsdp_config(megatron)
         assert fsdp is not None
         self._dtype = DTYPES[megatron.dtype]
+        self._device = torch.device("cpu") if fsdp.offload_policy else platform.device()
         self.chunks = []
         if groups.is_member:
             with _parameters_on_meta():
                 model = assemble_model(shape, megatron, groups)
             model.requires_grad_(False)
-            _shard(model, groups, self._dtype, fsdp.reshard_after_forward)
-            device = platform.device()
-            model._apply(
-                lambda t: torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
-            )
+            _shard(model, groups, self._dtype, fsdp)
+            model._apply(self._zeros)
             self.chunks = [model]
         self._has_run = False
         self._find_shards()
+
+    def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor at its place, of zeros if it has no values."""
+        device = self._device if isinstance(tensor, DTensor) else platform.device()
+        return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     def _find_shards(self) -> None:
         """Note the parameters, and this rank's rows of each that has some."""
@@ -73,7 +85,8 @@ class FsdpStrategy(TrainingStrategy):
 
     @property
     def has_weights(self) -> bool:
-        return self.optimizer is None or self._dtype == torch.float32
+        has_type = self.optimizer is None or self._dtype == torch.float32
+        return has_type and self._device.type == platform.device().type
 
     def make_trainable(
         self, optim: OptimConfig, frozen: Collection[str], reduces_early: bool
@@ -86,6 +99,7 @@ class FsdpStrategy(TrainingStrategy):
             param.requires_grad_(name not in frozen and not name.endswith(CORRECTION_BIAS))
         for model in self.chunks:
             model._apply(lambda t: t.float() if t.requires_grad else t)
+            model.no_sync = functools.partial(_within_replicas, model)
         self._find_shards()
         groups: list[dict[str, Any]] = [
             {"params": [], "wd_mult": 0.0},
@@ -126,9 +140,9 @@ class FsdpStrategy(TrainingStrategy):
         )
 
     def grad_norm(self) -> float:
-        zero = torch.zeros((), device=platform.device())
+        zero = torch.zeros((), device=self._device)
         norms = torch._foreach_norm([zero, *(grad for _, grad in self.gradients())])
-        total = torch.stack(norms).square().sum()
+        total = torch.stack(norms).square().sum().to(platform.device())
         # Over the replicas of the shards too, which must clip alike to the last bit.
         dist.all_reduce(total, group=self.groups.members)
         mesh = self.groups.mesh
@@ -157,6 +171,14 @@ class FsdpStrategy(TrainingStrategy):
 
 
 @contextlib.contextmanager
+def _within_replicas(model: Any) -> Iterator[None]:
+    """Let micro-batches sum no gradients over the replicas of the shards."""
+    model.set_requires_all_reduce(False)
+    yield
+    model.set_requires_all_reduce(True)
+
+
+@contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Let modules keep their parameters on "meta", where they take no memory. Buffers stay."""
 
@@ -172,11 +194,11 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _shard(
-    model: PackedGPT, groups: ProcessGroups, dtype: torch.dtype, reshard_after_forward: bool
-) -> None:
+def _shard(model: PackedGPT, groups: ProcessGroups, dtype: torch.dtype, fsdp: FsdpConfig) -> None:
     """Shard the layers of a model, and the rest of it as one."""
+    offload = CPUOffloadPolicy(platform.use_cuda()) if fsdp.offload_policy else OffloadPolicy()
     settings: dict[str, Any] = {
+        "offload_policy": offload,
         "mesh": _device_mesh(groups),
         # Rotary angles are float32 whatever the type of the model.
         "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
@@ -185,7 +207,7 @@ def _shard(
         },
     }
     for layer in model.decoder.layers:
-        fully_shard(layer, reshard_after_forward=reshard_after_forward, **settings)
+        fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **settings)
     # Where the head alone is trained, torch reduces its gradient by a hook of the states.
     enable_input_gradients(model)
     # The head reads the output layer's weight after the forward pass.

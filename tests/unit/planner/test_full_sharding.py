@@ -58,10 +58,12 @@ def test_bytes_of_a_small_model_by_hand() -> None:
     assert actor.state == ModelState(4 * TOTAL, 4 * TOTAL, 8 * TOTAL)
     assert sharded("ref", 3).state == ModelState(2 * TOTAL, 0, 0)
     whole = 3 * 2  # ranks, bytes of bfloat16
-    parameters = {"gathered parameters": whole * (ROOT_UNIT + 2 * LAYER)}
-    assert actor.gathered(is_update=False) == parameters
-    gradients = whole * (ROOT_UNIT + LAYER) + 3 * 4 * LAYER
-    assert actor.gathered(is_update=True) == {**parameters, "gathered gradients": gradients}
+    float32 = 3 * 4
+    assert actor.gathered == whole * ROOT_UNIT
+    assert actor.gathered_at_layer == whole * 2 * LAYER
+    assert actor.gradients_at_layer == whole * (ROOT_UNIT + LAYER) + float32 * LAYER
+    assert actor.at_start == whole * 2 * (ROOT_UNIT + LAYER)
+    assert actor.at_end == whole * 2 * ROOT_UNIT + float32 * ROOT_UNIT
     frozen = sharded("actor", 3, "actor.freeze=[model.embed_tokens.*]")
     trained = TOTAL - 22 * 8
     assert frozen.state == ModelState(4 * trained + 2 * 22 * 8, 4 * trained, 8 * trained)
@@ -80,7 +82,7 @@ def test_collectives_of_a_small_model_by_hand() -> None:
 
     gradients = [
         Collective("gradients", "reduce_scatter", shards, 5 * 3 * 4 * TOTAL, 5 * 3),
-        Collective("gradients", "all_reduce", replicas, 5 * 4 * TOTAL, 5 * 3),
+        Collective("gradients", "all_reduce", replicas, 4 * TOTAL, 3),
     ]
     again = gather(TOTAL + 2 * LAYER, 5)
     assert freed.collectives(4, 5, is_update=True) == [again, *gradients]
@@ -148,12 +150,27 @@ def test_more_ranks_and_freed_layers_take_less_memory(plan: Any) -> None:
     freed, kept = (
         plan(f"actor.fsdp_config.reshard_after_forward={value}")[1] for value in ("true", "false")
     )
-    part = "gathered parameters"
+    part = "gathered"
     assert taken(kept, "update_actor", part) > 5 * taken(freed, "update_actor", part)
     gathers = [received(found, "update_actor", "parameters") for found in (kept, freed)]
     assert 1.8 * gathers[0] < gathers[1] < 2 * gathers[0]
     scored = [received(found, "old_log_prob", "parameters") for found in (kept, freed)]
     assert scored[0] <= scored[1]
+
+
+def test_a_state_on_the_host_takes_no_device_memory(plan: Any) -> None:
+    """Compare 4 ranks, whose state of 7.6e9 elements x 16 bytes / 4 leaves a GPU of 45 GB too
+    little. Main parameters and gradients are in blocks of a power of two."""
+    few = (
+        *("--gpus-per-node", "2", "--gpu", "45e9"),
+        *("rollout.gpu_memory_utilization=0.5", "rollout.free_cache_engine=true"),
+    )
+    assert plan(*few)[0] == 2
+    code, found, errors = plan(*few, "actor.fsdp_config.offload_policy=true")
+    assert code == 0, errors
+    assert not any(taken(found, "update_actor", f"actor {part}") for part in ("params", "grads"))
+    on_host = found["host_memory"]["parts"]["actor state"] / 2  # of a rank
+    assert 16 * 7.616e9 / 4 < on_host < 1.25 * 16 * 7.616e9 / 4
 
 
 def test_nothing_is_divided_by_tensor_or_pipeline_parallelism(plan: Any) -> None:

@@ -78,7 +78,7 @@ def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: 
         # verl's.
         ("critic.model.path", "use critic.model_path"),
         ("trainer.nnodes", "torchrun or srun says how many processes there are: leave it out"),
-        ("actor_rollout_ref.ref.fsdp_config.offload_policy",
+        ("actor_rollout_ref.ref.fsdp_config.param_offload",
          "use megatron.param_offload and megatron.optimizer_offload"),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype",
          ("main parameters, gradients and Adam's state are float32, and computation is bfloat16: "
