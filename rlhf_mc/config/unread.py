@@ -146,7 +146,7 @@ DEPENDENCES = (
     ),
     Dependence(
         "actor.fsdp_config",
-        "fsdp_size reshard_after_forward",
+        "fsdp_size reshard_after_forward offload_policy",
         "strategy fsdp2 of a role",
         lambda cfg: any(layout.fsdp is not None for layout in layouts(cfg).values()),
     ),

@@ -84,7 +84,7 @@ def test_layouts_and_settings(
         Case(tied, shards=2, budget=16),
         Case(untied, shards=1),
         Case(untied, shards=2, sharding={"reshard_after_forward": False}),
-        Case(experts, shards=4),
+        Case(experts, shards=4, sharding={"offload_policy": True}),
         Case(untied, "critic"),
         Case(untied, "critic", freeze=("model.*",)),
         Case(untied, cp=2),

@@ -93,6 +93,14 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
             ("actor.fsdp_config.fsdp_size 3 does not divide the 4 processes of this run",),
         ),
         (
+            (
+                "ref.strategy=fsdp2",
+                "ref.fsdp_config.offload_policy=true",
+                "ref.megatron.param_offload=true",
+            ),
+            ("ref.fsdp_config.offload_policy and ref.megatron.param_offload are true",),
+        ),
+        (
             ("ref.strategy=fsdp2", "model.dist_checkpointing_path=/somewhere"),
             ("ref.strategy is fsdp2; its weights come from the safetensors of model.path",),
         ),
