@@ -23,6 +23,7 @@ from rlhf_mc.planner.start import GB, Capacity, MemoryFit, rank_text
 from rlhf_mc.planner.storage import Storage
 from rlhf_mc.planner.times import StepTimes
 from rlhf_mc.planner.traffic import Traffic
+from rlhf_mc.topology.mesh import role_mesh
 
 NO_TIMES = "no times: of a GPU that is given by its bytes no rates are known"
 _COLUMNS = (
@@ -286,18 +287,11 @@ def compare_with_megatron(
         (best,) = search(others, machine, capacity, lengths, 1, keeps_split=True)
     except UserError as error:
         return f"fsdp2 takes {seconds:.1f} s a step at least; of Megatron's layouts, {error}"
-    layout = best.cfg.actor.megatron
-    sizes = {
-        "TP": layout.tensor_model_parallel_size,
-        "CP": layout.context_parallel_size,
-        "PP": layout.pipeline_model_parallel_size,
-        "EP": layout.expert_model_parallel_size,
-    }
-    text = " ".join(f"{name} {size}" for name, size in sizes.items())
+    mesh = role_mesh(best.cfg, "actor", best.times.world)
     ratio = seconds / best.times.seconds
     speed = f"{ratio:.2f} times as fast" if ratio > 1 + EQUAL else "not faster"
     return (
-        f"Megatron's quickest layout, {text}, is {speed}: {best.times.seconds:.1f} s a step by "
+        f"Megatron's quickest layout, {mesh}, is {speed}: {best.times.seconds:.1f} s a step by "
         f"the lower bound, fsdp2 {seconds:.1f} s"
     )
 

@@ -47,6 +47,11 @@ FSDP2_HSDP = (
     "actor.fsdp_config.reshard_after_forward=false",
     "actor.ppo_max_token_len_per_gpu=2048",
 )
+FSDP2_HOST = (  # of few rows a rank: what is on the host has real memory
+    *FSDP2,
+    "actor.fsdp_config.offload_policy=true",
+    "actor.ppo_mini_batch_size=1024",
+)
 SHARED = ("data.max_prompt_length=3072", "data.max_response_length=768", "rollout.n=4")
 """Lengths with which four responses and their prompt fill a micro-batch (fake_memory.py)."""
 CONFIGS = {
@@ -58,6 +63,7 @@ CONFIGS = {
     "7B, fsdp2": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, FSDP2),
     "7B, fsdp2, recomputed": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 3, FSDP2_FULL),
     "7B, fsdp2 of 4 ranks, kept": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 8, 0, FSDP2_HSDP),
+    "7B, fsdp2 on the host": Config("ppo_qwen2.5_7b", "qwen2.5-7b", 128, 0, FSDP2_HOST),
     "32B, first stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 0),
     "32B, last stage": Config("ppo_qwen2.5_32b", "qwen2.5-32b", 16, 15),
     "30B-A3B, first stage": Config("ppo_qwen3_30b_a3b", "qwen3-30b-a3b", 16, 0),
