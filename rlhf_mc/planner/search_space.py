@@ -142,8 +142,9 @@ class SearchSpace:
         most and take most time."""
         shares = self.base.rollout.quantization is None
         offloads = ["grad_offload", "optimizer_offload", "param_offload"][self.is_sharded :]
+        on_host = self.is_sharded and self.base.actor.fsdp_config.offload_policy
         levels = []
-        for count in range(len(offloads) + 1):
+        for count in range(1 if on_host else len(offloads) + 1):
             level: dict[str, Any] = {
                 f"{_MEGATRON}.{name}": offloads.index(name) < count for name in offloads
             }

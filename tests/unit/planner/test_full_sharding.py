@@ -195,7 +195,7 @@ def test_a_run_that_does_not_fit_says_which_part(plan: Any) -> None:
 
 @pytest.mark.slow
 def test_search_keeps_the_strategy_and_compares(plan: Any) -> None:
-    code, out, _ = plan("--search", "--top", "2")
+    code, out, _ = plan("--search", "--top", "2", "actor.fsdp_config.offload_policy=true")
     assert code == 0
     first, second, _, line = out.splitlines()[-4:]
     for row in (first, second):
