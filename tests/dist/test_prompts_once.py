@@ -17,6 +17,7 @@ import torch
 from gpu_parts.engines import token_batch
 from test_family_models import DENSE, EXPERTS, HYBRID, workspaces
 from test_router_replay import LAYOUTS, MODELS, checkpoints
+from tiny import make_checkpoint
 
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.data.batch import RaggedBatch, concatenate
@@ -147,6 +148,17 @@ def test_layouts(
     layout: dict[str, Any],
 ) -> None:
     check(pool(world), workspaces[family], batch, budget=120, **layout)
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "layout"), [("qwen3", 2, {}), ("qwen3_moe", 4, {"ep": 2})]
+)
+def test_virtual_stages(
+    pool: Any, tmp_path: Path, batch: RaggedBatch, family: str, world: int, layout: dict[str, int]
+) -> None:
+    settings = {**DENSE, **EXPERTS}[family]
+    make_checkpoint(tmp_path / "model", **{**settings, "num_hidden_layers": 4})
+    check(pool(world), tmp_path, batch, budget=120, tp=1, pp=2, vpp=2, **layout)
 
 
 @pytest.mark.parametrize(
