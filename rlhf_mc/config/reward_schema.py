@@ -56,6 +56,8 @@ class RewardModelConfig:
     forward_max_token_len_per_gpu: Tokens = 32768
     """Token budget of one micro-batch. With tokenizer_path, longer sequences lose their first
     tokens."""
+    pool: Pool = "train"
+    """As ref.pool."""
     strategy: Strategy = "megatron"
     """As actor.strategy. Left out: the actor's."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)

@@ -67,7 +67,12 @@ from rlhf_mc.setup.gpu_settings import for_this_device
 from rlhf_mc.setup.model_building import build_models, model_starts
 from rlhf_mc.setup.scorable import check_mixture, print_special_tokens, scorable
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
-from rlhf_mc.topology.groups import build_role_groups, pool_group, set_timeout_of_all_groups
+from rlhf_mc.topology.groups import (
+    build_role_groups,
+    exchange_group,
+    pool_group,
+    set_timeout_of_all_groups,
+)
 from rlhf_mc.topology.mesh import role_mesh, rollout_groups
 from rlhf_mc.topology.shared_gpu import shared_gpu_line
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
@@ -152,6 +157,7 @@ def build_run(cfg: Config) -> Run:
         teachers=[Teacher(r, s, models[r], budgets[r]) for r, s in teachers(cfg).items()],
         rollout=rollout,
         rollout_pool=pool_group([rank for ranks in rollout.groups for rank in ranks]),
+        exchange=exchange_group() if has_rollout_pool(cfg) else None,
         environments=environments,
         group_pool=GroupPool(),
         journal=journal,

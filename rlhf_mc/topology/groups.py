@@ -148,6 +148,13 @@ def pool_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     return dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True)
 
 
+def exchange_group() -> dist.ProcessGroup:
+    """Return a group of gloo of all ranks, in which pools wait for each other without a time limit,
+    as in await_all_ranks. A collective that an error leaves behind in it is in the way of no other.
+    Every rank must call it."""
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+
+
 def _connect(
     groups: Sequence[dist.ProcessGroup | None], chunked: Sequence[dist.ProcessGroup], seconds: float
 ) -> None:

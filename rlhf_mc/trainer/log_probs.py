@@ -13,6 +13,7 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch, ragged_indices
 from rlhf_mc.models import heads
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import Head
+from rlhf_mc.runtime.work import WAITING, working
 from rlhf_mc.topology.consensus import sum_over_ranks
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState, start_slowest_rank
@@ -48,8 +49,12 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     if "old_log_probs" in parts:
         start_slowest_rank(state, "old_log_prob", run.groups.members)
     if run.reference is not None and run.reference.groups.mesh.first:
-        part = parts.pop("ref_log_probs", torch.zeros(len(batch.rollout_log_probs)))
-        batch = batch.with_fields(ref_log_probs=_from_rollout_pool(state, run.reference, part))
+        scores = torch.zeros(len(batch.rollout_log_probs))
+        if (part := parts.pop("ref_log_probs", None)) is not None:
+            scores = sum_over_ranks(part, run.reference.groups.members)
+        batch = batch.with_fields(
+            ref_log_probs=from_rollout_pool(run, state, run.reference, scores)
+        )
     if parts:
         # Once for all passes: a rank that is the slower one in the first may be the faster one in
         # the next.
@@ -62,18 +67,21 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     return batch.with_fields(old_log_probs=batch.rollout_log_probs) if bypass else batch
 
 
-def _from_rollout_pool(state: StepState, engine: ModelEngine, part: torch.Tensor) -> torch.Tensor:
-    """Return the scores of a model of the rollout pool. Its ranks begin to send the sum of their
-    parts, and do not wait for the ranks that train, which may still be in passes of theirs. part:
-    of the model's shape, on the host or the device. Every rank must call it."""
+def from_rollout_pool(
+    run: Run, state: StepState, engine: ModelEngine, scores: torch.Tensor
+) -> torch.Tensor:
+    """Return the scores of a model of the rollout pool. Its ranks begin to send theirs, which are
+    equal, and do not wait for the ranks that train, which may still be in passes of theirs. scores:
+    on the host; where the model is not, room for them. Every rank must call it, unless it raises
+    an error that `pools_at_work` raises on all ranks."""
     groups = engine.groups
     if groups.is_member:
-        scores = sum_over_ranks(part, groups.members)
-        state.sent.append(dist.broadcast(scores, groups.mesh.first, async_op=True))
+        sent = dist.broadcast(scores, groups.mesh.first, run.exchange, async_op=True)
+        state.sent.append(sent)
         return scores
-    with state.timer.phase("idle"):
-        dist.broadcast(part, groups.mesh.first)
-    return part
+    with state.timer.phase("idle"), working(WAITING):
+        dist.broadcast(scores, groups.mesh.first, run.exchange)
+    return scores
 
 
 def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
@@ -113,13 +121,13 @@ def teacher_log_probs(
         rows = rows_of[teacher]
         with run.offload_schedule.phase(state.timer, teacher.role):
             scores[tokens[teacher]] = teacher.score(batch.select(rows), *student, k).cpu()
-    if run.trains and own:
+    if own:
         with run.offload_schedule.phase(state.timer, "sum_log_probs"):
             for part in scores.split(max(1, _SUMMED_TOGETHER // scores.shape[1])):
-                part.copy_(sum_over_ranks(part, run.groups.members))
+                part.copy_(sum_over_ranks(part, own[0].engine.groups.members))
     for teacher, of in tokens.items():
         if teacher.engine.groups.mesh.first:
-            scores[of] = _from_rollout_pool(state, teacher.engine, scores[of])
+            scores[of] = from_rollout_pool(run, state, teacher.engine, scores[of])
     if not run.trains:
         return batch
     for teacher, of in tokens.items():  # an error is the same on every rank

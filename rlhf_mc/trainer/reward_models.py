@@ -101,12 +101,12 @@ def _conversations(
     of the mesh must call it."""
     conversations = model.conversations
     assert conversations is not None
-    rank = model.engine.groups.rank
-    world = model.engine.groups.mesh.world
+    of_model = model.engine.groups
+    world = of_model.mesh.world
     max_tokens = model.max_tokens
 
     def share() -> list[np.ndarray]:
-        my_pairs = pairs[rank::world]
+        my_pairs = pairs[of_model.rank - of_model.mesh.first :: world]
         texts = tokenizer.batch_decode(
             [response for _, response in my_pairs], skip_special_tokens=True
         )
@@ -116,7 +116,7 @@ def _conversations(
         ]
 
     read: list[np.ndarray] = [np.zeros(0, np.int32)] * len(pairs)
-    for r, part in enumerate(gather_results(share, group=model.engine.groups.members)):
+    for r, part in enumerate(gather_results(share, group=of_model.members)):
         read[r::world] = part
     num_truncated = sum(len(tokens) > max_tokens for tokens in read)
     groups = [prompt.index for prompt, _ in pairs]

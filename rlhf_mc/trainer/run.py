@@ -61,6 +61,8 @@ class Run:
     rollout: RolloutEngine
     rollout_pool: dist.ProcessGroup | None
     """The ranks with a rollout engine; None: all, or this is none of them."""
+    exchange: dist.ProcessGroup | None
+    """In which ranks of a rollout pool send the scores of their models; None: no such pool."""
     environments: EnvironmentManager | None
     """Environments of rollout.environment; None: none."""
     group_pool: GroupPool

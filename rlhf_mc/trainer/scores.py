@@ -3,7 +3,6 @@ and by models."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.work import count
 from rlhf_mc.topology.consensus import gather_results
 from rlhf_mc.trainer import reward_models
+from rlhf_mc.trainer.log_probs import from_rollout_pool
 from rlhf_mc.trainer.reward_models import RewardModel
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import keep_samples, some_of_each_prompt
@@ -229,27 +229,14 @@ def await_rewards(
     too."""
     n = run.config.rollout.n
     greedy_prompts = [] if state.greedy is None else prompts[::n]
-
-    def scores_by_model() -> dict[str, list[float | None]]:
-        """Return the contributions of each reward model's part; none on a rank without models."""
-        return {
-            model.part: score_by_reward_model(run, state, model, [*prompts, *greedy_prompts], batch)
-            for model in (run.reward_models if run.trains else ())
-        }
-
-    if run.has_rollout_pool and run.config.algorithm.filter_groups.enable:
-        by_model = gather_results(scores_by_model)[0]  # ranks of the rollout pool choose groups too
-    else:
-        by_model = scores_by_model()
+    by_role = scores_by_role(run, state, prompts, batch)
     hidden = state.metrics.get("timing_s/reward_hidden", 0.0)
     state.metrics["timing_s/reward_hidden"] = hidden + pending.hidden_seconds()
     with run.offload_schedule.phase(state.timer, "reward"):
         scores = pending.collect()
-    for part, contributions in by_model.items():
-        scores = [
-            score if value is None else score.plus(part, value)
-            for score, value in zip(scores, contributions, strict=True)
-        ]
+    for model in run.reward_models:
+        values = by_role[model.role]
+        scores = _with_part(run, state, model, [*prompts, *greedy_prompts], values, scores)
     buffer = run.config.reward.overlong_buffer
     if buffer.len > 0:
         lens = batch.conversation_lens.tolist()
@@ -376,35 +363,88 @@ def record_tokens(run: Run, state: StepState, batch: RaggedBatch) -> None:
     keep_samples(run.tokenizer, directory, state.step, prompts, some.responses(), scores, some)
 
 
+class FailedInPool(Exception):
+    """A reward model of the rollout pool has no scores: its ranks raise a UserError."""
+
+
+def scores_by_role(
+    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch
+) -> dict[str, torch.Tensor]:
+    """Return score_by_reward_model of each reward model; on ranks of a rollout pool, which send
+    theirs, of their models alone, unless they choose groups too. Raise FailedInPool on a rank that
+    does not get the scores of a model. Every rank must call it."""
+    every_prompt = [*prompts, *([] if state.greedy is None else prompts[:: run.config.rollout.n])]
+
+    def own_scores() -> dict[str, torch.Tensor]:
+        return {
+            model.role: score_by_reward_model(run, state, model, every_prompt, batch)
+            for model in run.reward_models
+            if model.engine.groups.is_member
+        }
+
+    if run.has_rollout_pool and run.config.algorithm.filter_groups.enable:
+        by_rank = gather_results(own_scores)
+        return {m.role: by_rank[m.engine.groups.mesh.first][m.role] for m in run.reward_models}
+    by_role: dict[str, torch.Tensor] = {}
+    try:
+        by_role = own_scores()
+    finally:  # after an error too, as others wait for the scores
+        for model in run.reward_models:
+            if model.engine.groups.mesh.first:
+                none = torch.full((len(every_prompt) + 1,), torch.nan)
+                values = by_role.get(model.role, none)
+                by_role[model.role] = from_rollout_pool(run, state, model.engine, values)
+    if any(values.isnan().any() for values in by_role.values()):
+        raise FailedInPool
+    return by_role
+
+
 def score_by_reward_model(
     run: Run, state: StepState, model: RewardModel, prompts: list[Prompt], batch: RaggedBatch
-) -> list[float | None]:
-    """Return the contribution of a reward model's part to each score, None where the mixture of the
-    data source has no such part. prompts: of each response, the greedy ones last. Raise UserError
-    if a score is not finite."""
-    weights = [
-        run.rewards.mixture.training(prompt.data_source).get(model.part) for prompt in prompts
-    ]
+) -> torch.Tensor:
+    """Return a reward model's score of each response, 0 where the mixture of the data source has no
+    such part, and the number of conversations that lost their first tokens: [S + 1] float32.
+    prompts: of each response, the greedy ones last. Raise UserError if a score is not finite."""
+    mixture = run.rewards.mixture
+    is_scored = [model.part in mixture.training(prompt.data_source) for prompt in prompts]
     num_sampled = batch.num_sequences
     passes = [(batch, slice(num_sampled))]
     if state.greedy is not None:
         passes.append((state.greedy, slice(num_sampled, None)))
-    values: list[float] = []
+    values: list[torch.Tensor] = []
     num_truncated = 0
     with run.offload_schedule.phase(state.timer, model.role):
         for responses, part in passes:
-            indices = [i for i, weight in enumerate(weights[part]) if weight is not None]
+            indices = [i for i, scored in enumerate(is_scored[part]) if scored]
             scores = reward_models.score(model, run.tokenizer, prompts[part], responses, indices)
-            values += scores.values.tolist()
+            values.append(scores.values)
             num_truncated += scores.num_truncated
-    if not all(map(math.isfinite, values)):  # the same on every rank
+    result = torch.cat([*values, torch.tensor([float(num_truncated)])])
+    if not result.isfinite().all():  # the same on every rank
         raise UserError(
             f"{model.role}.model_path: {model.path}: a score is not finite in step {state.step}"
         )
+    return result
+
+
+def _with_part(
+    run: Run,
+    state: StepState,
+    model: RewardModel,
+    prompts: list[Prompt],
+    values: torch.Tensor,
+    scores: list[Score],
+) -> list[Score]:
+    """Return the scores with a reward model's part, and count its truncated conversations. prompts:
+    of each score. values: of score_by_reward_model."""
+    *numbers, num_truncated = values.tolist()
     if model.conversations is not None:
         key = f"reward/num_truncated/{model.part}"
-        state.metrics[key] = state.metrics.get(key, 0) + num_truncated
+        state.metrics[key] = state.metrics.get(key, 0) + int(num_truncated)
+    weights = [
+        run.rewards.mixture.training(prompt.data_source).get(model.part) for prompt in prompts
+    ]
     return [
-        None if weight is None else weight * value
-        for weight, value in zip(weights, values, strict=True)
+        score if weight is None else score.plus(model.part, weight * number)
+        for score, weight, number in zip(scores, weights, numbers, strict=True)
     ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import cases
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import make_reward_model, make_workspace, write_config
 
 # (world, tp, pp, rollout TP); the data-parallel size follows. The first four have one axis each.
@@ -308,6 +311,83 @@ def test_pools_have_all_roles(pool: Any, workspace: Path, name: str, settings: l
         files = [path.read_bytes() for path in sorted(export_to.rglob("*.safetensors"))]
         found.append(([without_times(step) for step in results[0]["steps"]], files))
     assert len(found[0][1]) >= 1 and found[0] == found[1]
+
+
+ONE = "reward_models.one"
+OTHER = "reward_models.other"
+
+
+@pytest.fixture(scope="module")
+def two_reward_models(workspace: Path) -> list[str]:
+    """Return the settings of two reward models. The second one reads conversations of its own
+    template, of which some lose tokens."""
+    model = make_reward_model(workspace / "two_reward_models")
+    (workspace / "template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    )
+    return [
+        *(f"{role}.model_path={model}" for role in (ONE, OTHER)),
+        *(f"{role}.megatron.dtype=float32" for role in (ONE, OTHER)),
+        f"{OTHER}.tokenizer_path={model}",
+        f"{OTHER}.chat_template_path={workspace}/template.jinja",
+        f"{OTHER}.forward_max_token_len_per_gpu=16",
+        "reward.mixture={'*': {one: 0.5, other: -2.0, custom: 1.0}}",
+    ]
+
+
+def test_reward_models_of_either_pool_give_the_same_bits(
+    pool: Any, workspace: Path, two_reward_models: list[str]
+) -> None:
+    """Compare two ranks with two and two: scores, their metrics, weights. Greedy responses are
+    scored too."""
+    settings = [*two_reward_models, "algorithm.adv_estimator=remax"]
+    pools = ["resource_pools.train=2", "resource_pools.rollout=2", f"{OTHER}.pool=rollout"]
+    found = []
+    for world, overrides in ((2, settings), (4, [*settings, *pools])):
+        export_to = workspace / f"two_reward_models_{world}"
+        results = cases.run_two_steps(
+            pool(world), workspace / "config.yaml", (1, 1, 1), export_to, overrides
+        )
+        for result in results:
+            metrics = [without_times(step) for step in result["steps"]]
+            found.append((metrics, cases.exported_weights(str(export_to))))
+        step = results[0]["steps"][0]
+        assert step["reward/num_truncated/other"] > 0
+        assert abs(step["reward/arithmetic/other"] + 4 * step["reward/arithmetic/one"]) > 1e-3
+    (wanted, expected), *others = found
+    for metrics, weights in others:
+        assert metrics == wanted
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["scores", "log-probs", "both"])
+def test_an_error_of_one_pool_ends_both_in_one_line(
+    pool: Any, workspace: Path, two_reward_models: list[str], name: str
+) -> None:
+    """Break the scores of the rollout pool, which the other one waits for, and the log-probs of the
+    other one, which then does not receive the scores."""
+    pools = ["resource_pools.train=1", "resource_pools.rollout=1", f"{OTHER}.pool=rollout"]
+    settings = [*two_reward_models, *pools]
+    broken = workspace / "broken_reward_model"
+    if name != "log-probs":
+        shutil.copytree(workspace / "two_reward_models", broken, dirs_exist_ok=True)
+        tensors = load_file(broken / "model.safetensors")
+        tensors["model.norm.weight"].fill_(3e38)
+        save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+        settings.append(f"{OTHER}.model_path={broken}")
+    if name != "scores":
+        settings.append("trainer.max_rollout_logprob_diff=1e-12")
+    start = time.monotonic()
+    outcomes = pool(2).outcomes(
+        cases.two_steps,
+        **{"config_path": str(workspace / "config.yaml"), "overrides": settings},
+        **{"tp": 1, "pp": 1, "rollout_tp": 1, "export_to": str(workspace / "broken")},
+    )
+    [(kind, line)] = {value[:2] for ok, value in outcomes if not ok}
+    assert len(outcomes) == 2 and kind == "UserError" and "\n" not in line
+    assert time.monotonic() - start < 100, "no rank has waited for a collective's timeout"
+    not_finite = f"{OTHER}.model_path: {broken}: a score is not finite in step 1"
+    assert line == not_finite if name == "scores" else "where trainer.max_rollout_" in line
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pool_cases
 import pytest
-from tiny import make_workspace, write_config
+from tiny import make_reward_model, make_workspace, write_config
 
 from rlhf_mc.run_files import checked_line, checked_rows
 
@@ -511,10 +511,13 @@ def test_partial_rollout_one_step_ahead_in_pools_resumed_and_replayed(
 def test_filtered_and_greedy_one_step_ahead_in_pools_and_resumed(train: Any, config: Path) -> None:
     """Check that algorithm.filter_groups takes the batch of the step before first, and then
     samples what it lacks with the present weights; and the greedy responses of remax, which are of
-    the present weights after a resume too."""
+    the present weights after a resume too. A reward model, of the rollout pool, scores them all."""
     (config.parent / "parity.py").write_text(REWARD)
+    model = make_reward_model(config.parent / "reward_model")
     settings = [
         *ONE_STEP_OFF,
+        f"reward_model.model_path={model}",
+        "reward.mixture={'*': {custom: 1.0, reward_model: 0.1}}",
         "algorithm.adv_estimator=remax",
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.metric=score",
@@ -523,6 +526,7 @@ def test_filtered_and_greedy_one_step_ahead_in_pools_and_resumed(train: Any, con
     ]
     whole = train(2, "filtered_off", *settings, "data.gen_batch_size=6", "trainer.save_freq=1")
     pools = ["resource_pools.train=2", "resource_pools.rollout=2", "data.gen_batch_size=6"]
+    pools.append("reward_model.pool=rollout")
     start = f"trainer.resume_from_path={config.parent / 'filtered_off' / 'global_step_2'}"
     resume = ["trainer.resume_mode=resume_path", start]
     for name, overrides, first in (("filtered_pools", [], 0), ("filtered_again", resume, 2)):

@@ -20,7 +20,7 @@ import forked
 import numpy as np
 import pytest
 from runs import kill, outcome
-from tiny import make_workspace, write_config
+from tiny import make_reward_model, make_workspace, write_config
 
 from rlhf_mc.run_files import OBSERVATIONS, read_rows
 
@@ -171,6 +171,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         json.dumps({"eos_token_id": list(range(4, 10))})
     )
     (workspace / "environment.py").write_text(ENVIRONMENT)
+    make_reward_model(workspace / "reward_model")
     return write_config(
         workspace,
         trainer={
@@ -241,6 +242,9 @@ def test_killed_anywhere(
     is_replayed = REPLAYABLE[0] in settings
     if has_turns:
         settings = [*settings, f"rollout.environment.path={config.parent / 'environment.py'}"]
+    else:
+        model = f"reward_model.model_path={config.parent / 'reward_model'}"
+        settings = [*settings, "reward_model.pool=rollout", model]
     rng = random.Random(f"{os.environ.get('KILL_SEED', '0')} {seed}")
     kinds = list(kinds)
     rng.shuffle(kinds)

@@ -19,6 +19,7 @@ from rlhf_mc.trainer.pool.generate import wake_weights
 from rlhf_mc.trainer.pool.sampling import GroupSampling, ScoredBatch, add_greedy
 from rlhf_mc.trainer.pool.strategies import AllGroups, Strategy, choose_strategy, next_position
 from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.scores import FailedInPool, scores_by_role
 from rlhf_mc.trainer.step_state import StepState
 
 
@@ -73,9 +74,13 @@ def pools_at_work(
     try:
         if not run.trains:
             teacher_log_probs(run, state, prompts, log_probs(run, state, batch))
+            if batch.scores is None:  # algorithm.filter_groups has scored them to choose them
+                scores_by_role(run, state, prompts, batch)
         if is_ahead and state.step < run.schedule.total_steps:
             sampling = _begin(run, state, choose_strategy(run), is_ahead)
         yield
+    except FailedInPool:
+        pass  # those ranks have the error
     except UserError as own:
         if not run.has_rollout_pool:
             raise

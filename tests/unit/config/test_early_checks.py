@@ -269,6 +269,8 @@ def test_settings_that_do_not_fit_the_world_size_or_files(
          "actor.megatron.tensor_model_parallel_size 2 x actor.megatron.pipeline_model_parallel_size"
          " 1 = 2 does not divide the 1 processes of resource_pools.train; what would: 1"),
         ("ref.pool=rollout", "ref.pool is rollout; that needs resource_pools.rollout"),
+        ("reward_models.a.pool=rollout",
+         "reward_models.a.pool is rollout; that needs resource_pools.rollout"),
         ("train=1 rollout=1 ref.pool=rollout actor.lora.rank=4 algorithm.use_kl_in_reward=true",
          "ref.pool is rollout and actor.lora.rank is 4; the reference is the actor without its"),
         ("train=1 rollout=1 ref.pool=rollout ref.megatron.tensor_model_parallel_size=2",

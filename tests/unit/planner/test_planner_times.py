@@ -14,6 +14,7 @@ from published import PLAN_70B
 from rlhf_mc.planner.__main__ import main
 from rlhf_mc.planner.generation_time import decode_weight_bytes, ring_seconds
 from rlhf_mc.planner.gpus import GPUS, Machine
+from rlhf_mc.planner.published import MODELS
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ def test_pools_work_at_the_same_time(times: Any) -> None:
     pools = ("resource_pools.train=64", "resource_pools.rollout=64", "--nodes", "16")
     ahead = ("rollout.one_step_off=true", "algorithm.rollout_correction.rollout_is=token")
     together = times()
+    scorer = f"reward_models.a.model_path={MODELS / 'llama-3-70b'}"
     found = times(*pools, *ahead)
     seconds = {name: sum(parts.values()) for name, parts in found["phases"].items()}
     for name, parts in together["phases"].items():
@@ -66,9 +68,13 @@ def test_pools_work_at_the_same_time(times: Any) -> None:
     longer = max(training, seconds["gen"])
     assert found["step_seconds"] == pytest.approx(longer + seconds["update_weights"])
     assert times(*pools)["step_seconds"] == pytest.approx(sum(seconds.values()))
-    moved = times(*pools, *ahead, "ref.pool=rollout")["step_seconds"]
-    longer = max(training - seconds["ref"], seconds["gen"] + seconds["ref"])
-    assert moved == pytest.approx(longer + seconds["update_weights"])
+    for role, settings in (("ref", []), ("reward_models.a", [scorer])):
+        found = times(*pools, *ahead, *settings, f"{role}.pool=rollout")
+        seconds = {name: sum(parts.values()) for name, parts in found["phases"].items()}
+        update = seconds.pop("update_weights")
+        rollout = seconds.pop("gen") + seconds.pop(role)
+        longer = max(rollout, sum(seconds.values()))
+        assert found["step_seconds"] == pytest.approx(longer + update)
 
 
 @pytest.mark.slow
