@@ -42,6 +42,11 @@ def _replacement(key: str, known: Sequence[str], hint: Hint) -> str:
             if name == key
             else f"write it without {key[: -len(name)]!r}: {name}"
         )
+    if name in ("actor.pool", "critic.pool"):
+        return (
+            f"the {parts[0]} trains, so it is on the ranks of resource_pools.train; only frozen "
+            "models have a pool"
+        )
     if (advice := hint(name)) is not None:
         return advice
     near = nearest_key(name, known)

@@ -63,6 +63,8 @@ def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: 
     ("key", "answer"),
     [
         # Where nothing is near, nothing is suggested.
+        ("critic.pool", ("the critic trains, so it is on the ranks of resource_pools.train; only "
+                         "frozen models have a pool")),
         ("rollout.frobnicate", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
         ("trainer.name", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
         ("quux", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
