@@ -356,8 +356,7 @@ class RolloutConfig:
 class ResourcePoolsConfig:
     """Ranks of their own for training and rollout. Ranks 0 to train - 1 train, the others hold the
     rollout engines, and frozen models of pool: rollout. A pool waits for the other as long as it
-    makes progress (trainer.dist_timeout_seconds). The experts that the engine chooses are not
-    replayed."""
+    makes progress (trainer.dist_timeout_seconds)."""
 
     train: Ranks | None = None
     """Ranks of the training pool; null: all ranks hold models and engines."""

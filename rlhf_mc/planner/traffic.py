@@ -17,6 +17,7 @@ from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
     has_old_log_prob_pass,
+    has_rollout_pool,
     num_training_ranks,
     overlaps_reduction,
     prompts_per_batch,
@@ -218,8 +219,8 @@ def _rollout_collectives(
     cfg: Config, shape: ModelShape, world: int, gpus_per_node: int, lengths: Lengths
 ) -> Iterator[list[Collective]]:
     """Yield by rank the collectives of the rollout engines, which are tensor parallel, and of the
-    exchange of responses: sums after the embedding and each layer's attention and MLP, and for each
-    sampled token its float32 logits."""
+    exchange of responses, in pools with the experts that are replayed: sums after the embedding and
+    each layer's attention and MLP, and for each sampled token its float32 logits."""
     mesh = training_mesh(cfg.actor.megatron, num_training_ranks(cfg, world))
     tp = cfg.rollout.tensor_model_parallel_size
     groups = rollout_groups(mesh, tp, gpus_per_node, cfg.resource_pools.rollout)
@@ -238,8 +239,13 @@ def _rollout_collectives(
     logits = sampled * padded_vocab_size(shape.vocab_size, 1) * _FLOAT32
     exchanged = responses * lengths.response * _TOKEN_BYTES
     everyone = tuple(range(world))
+    sends_experts = has_rollout_pool(cfg) and router_replay(cfg, shape) == "rollout"
+    choices = responses * lengths.total * shape.choice_bytes * len(shape.expert_layers)
     for rank in everyone:
         collectives = [Collective("responses", "all_gather", everyone, exchanged, 1)]
+        if sends_experts and rank < mesh.world:
+            share = choices / mesh.world
+            collectives.append(Collective("router replay", "receive", (rank, world - 1), share, 1))
         if (group := group_of_rank.get(rank)) is not None:
             collectives += [
                 Collective("tensor parallel", "all_reduce", group, sums * states, sums * steps),

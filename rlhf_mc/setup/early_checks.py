@@ -14,7 +14,7 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.printing import check_not_hidden
-from rlhf_mc.config.roles import has_rollout_pool, num_teacher_tokens
+from rlhf_mc.config.roles import num_teacher_tokens
 from rlhf_mc.config.schema import Config, layouts, teachers
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.observability.trackers import check_loggers
@@ -83,11 +83,7 @@ def _check_models(cfg: Config) -> None:
                 f"{shape.vocab_size} tokens"
             )
     balances_experts(cfg, actor)
-    if router_replay(cfg, actor) == "rollout" and has_rollout_pool(cfg):
-        raise UserError(
-            "resource_pools is set and algorithm.router_replay is rollout; training ranks do not "
-            "get the experts that engines of other ranks choose: set it to recompute or off"
-        )
+    router_replay(cfg, actor)
     if cfg.rollout.name == "custom":
         return  # its file may import torch
     with _in_section("rollout", "model.path"):

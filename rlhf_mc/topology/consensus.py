@@ -5,9 +5,10 @@ No Megatron here, so that the early checks of a run do not wait for its import.
 
 from __future__ import annotations
 
+import pickle
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -50,6 +51,20 @@ def gather_vectors(vector: torch.Tensor, group: dist.ProcessGroup | None = None)
     out = vector.new_empty(world * len(vector))
     dist.all_gather_into_tensor(out, vector, group=group)
     return out.cpu().view(world, -1)
+
+
+def send_objects(values: Sequence[T], group: dist.ProcessGroup | None) -> list[T]:
+    """Send values[r], which is pickled, to rank r of the group. Return what each rank has sent to
+    this one, in rank order. Every rank of the group, which is gloo's, must call it."""
+    messages = [bytearray(pickle.dumps(value)) for value in values]
+    parts = [torch.frombuffer(message, dtype=torch.uint8) for message in messages]
+    sizes = torch.tensor([len(part) for part in parts])
+    incoming = torch.empty_like(sizes)
+    dist.all_to_all_single(incoming, sizes, group=group)
+    received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
+    splits = incoming.tolist(), sizes.tolist()
+    dist.all_to_all_single(received, torch.cat(parts), *splits, group)
+    return [pickle.loads(part.numpy().tobytes()) for part in received.split(splits[0])]
 
 
 def on_every_rank(

@@ -180,7 +180,6 @@ def async_defaults(verl: Settings, settings: Settings) -> Iterator[MappedSetting
     lines = (
         (pools, "resource_pools.train", train, "nodes x GPUs"),
         (pools, "resource_pools.rollout", rollout, "nodes x GPUs"),
-        (pools, "algorithm.router_replay", "off", "ours with experts: rollout"),
         (pools, "rollout.free_cache_engine", False, "an engine has ranks of its own"),
         (ours is not None, str(ours), True, _BY_GROUPS if pools else _ON_ALL_RANKS),
         (ours is not None and pools and _continues(verl), _PARTIAL, True, _CONTINUES),

@@ -303,8 +303,9 @@ def test_a_resume_with_another_batch_size_ends_the_epoch_with_its_own_prompts(
 def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
     pool: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Check a resume too, which reads them: without its experts a response cannot be trained on.
-    The routers have losses, and correction biases that move."""
+    """Check a resume too, which reads them: without its experts a response cannot be trained on. In
+    pools they go to the ranks that train. The routers have losses, and correction biases that
+    move."""
     directory = make_workspace(
         tmp_path_factory.mktemp("pooled_experts"),
         family="glm4_moe",
@@ -354,6 +355,23 @@ def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
         for step in whole[0]["steps"]
     ]
     assert max(oldest) > 0, "no response has ended in an earlier step"
+    in_pools = [*settings, "resource_pools.train=2", "resource_pools.rollout=2"]
+    place = f"trainer.default_local_dir={directory / 'pools'}"
+    again = f"trainer.resume_from_path={directory / 'pools' / 'global_step_2'}"
+    elsewhere = f"trainer.default_local_dir={directory / 'pools_resumed'}"
+    for overrides, first in (([place], 0), ([elsewhere, resume[0], again], 2)):
+        results = pool(4).run(
+            pool_cases.train, config_path=config, overrides=[*in_pools, *overrides]
+        )
+        for rank, result in enumerate(results):
+            wanted = whole[rank % 2]["steps"][first:]
+            for step, other in zip(result["steps"], wanted, strict=True):
+                _assert_same_in_pools(rank, step, other)
+                for key in ("actor/loss", "actor/grad_norm", "training/expert_choices_diff"):
+                    assert step["metrics"][key] == other["metrics"][key], key
+            if rank < 2:
+                _assert_same_weights(result, whole[rank])
+    assert [*(directory / "pools" / "global_step_2").glob("group_pool_experts_*.npz")]
 
 
 def test_groups_that_would_be_too_stale(train: Any, config: Path) -> None:

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from rlhf_mc.architectures.run_shapes import router_replay
 from rlhf_mc.data.batch import (
     NOTHING,
     Generation,
@@ -29,6 +31,7 @@ from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.work_sharing import CLOCKS
 from rlhf_mc.runtime.heartbeat import await_all_ranks
+from rlhf_mc.topology.consensus import send_objects
 from rlhf_mc.trainer.pool.group_pool import Group
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import GroupScores
@@ -186,6 +189,8 @@ class EngineCall:
         """The responses of this rank's engine, by number of the request."""
         self.num_sampled = 0
         """Tokens that the model has sampled in the call."""
+        self._experts: dict[int, np.ndarray] = {}
+        """On a rank of a rollout pool, the experts that its engine has chosen, by run id."""
 
     def sample(self) -> Responses:
         """Sample with the present weights. Return the responses that had not ended, in the order of
@@ -251,6 +256,19 @@ class EngineCall:
             group.continued(updated, version, states)
             for group, updated, states in zip(groups, new, conversations, strict=True)
         ]
+
+    def send_experts(self) -> None:
+        """Have the ranks that train store the experts that the engines of a rollout pool have
+        chosen, each of some responses. Every rank must call it, after `end` and `collect`."""
+        run = self._run
+        if not run.has_rollout_pool or router_replay(run.config, run.actor.shape) != "rollout":
+            return
+        parts: list[dict[int, np.ndarray]] = [{} for _ in range(dist.get_world_size())]
+        for number, experts in self._experts.items():
+            parts[number % run.groups.mesh.world][number] = experts
+        for received in send_objects(parts, run.exchange):
+            if run.actor.replay is not None:
+                run.actor.replay.stored |= received
 
     def _unfinished(self) -> list[tuple[int, int]]:
         """Return group and index of the responses that this call continues."""
@@ -324,11 +342,13 @@ class EngineCall:
             self._scores.submit(self._plan.certain)
 
     def _store_experts(self, responses: Mapping[int, Generation]) -> None:
-        """Have the actor store the experts that the engine has chosen for these responses. One rank
-        of the engine calls it for a response."""
+        """Have the actor store the experts that the engine has chosen for these responses; on a
+        rank without the actor, hold them for `send_experts`. One rank of the engine calls it for a
+        response."""
         replay = self._run.actor.replay
-        if self._plan.is_training and replay is not None and replay.mode == "rollout":
-            replay.stored |= {
+        if self._plan.is_training and (replay is None or replay.mode == "rollout"):
+            stored = self._experts if replay is None else replay.stored
+            stored |= {
                 self._run_ids[number]: response.experts
                 for number, response in responses.items()
                 if response.experts is not None

@@ -88,6 +88,7 @@ class GroupSampling:
             selected = [np.repeat(is_used, n), *([is_used] if self._has_greedy else [])]
             self._stream.select(np.flatnonzero(np.concatenate(selected)).tolist())
             responses = Responses.of([response for group in groups for response in group.responses])
+        self._call.send_experts()
         if not self._has_greedy:  # else `add_greedy` does
             self._stream.submit({})  # those that waited for all
         has_ages = plan.is_resumable or self._trained_version == state.step

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_mc.checkpoint.training_state import read_arrays, reading_state
 from rlhf_mc.config.roles import has_pool, trains_on_older_weights
 from rlhf_mc.data.order import PromptOrder
@@ -58,19 +56,17 @@ def load_pool(
     if not trains_on_older_weights(run.config.rollout):
         groups = [group.restarted() for group in groups]
     run.group_pool.groups = groups
-    if (replay := run.actor.replay) is not None:
-        files = sorted(path.glob(EXPERTS_FILE.format("*")))[
-            run.groups.rank :: run.groups.mesh.world
-        ]
+    files = sorted(path.glob(EXPERTS_FILE.format("*")))
 
-        def experts() -> dict[int, np.ndarray]:
-            experts_by_number: dict[int, np.ndarray] = {}
-            for file in files:
-                with reading_state(path, file.name):
-                    experts_by_number |= load_experts(read_arrays(file), shape.num_experts)
-            return experts_by_number
+    def experts() -> None:
+        if (replay := run.actor.replay) is None:
+            return
+        replay.stored = {}
+        for file in files[run.groups.rank :: run.groups.mesh.world]:
+            with reading_state(path, file.name):
+                replay.stored |= load_experts(read_arrays(file), shape.num_experts)
 
-        replay.stored = on_every_rank(experts)
+    on_every_rank(experts)
     pairs = zip(groups, arrays["lens"], strict=True)
     if num_anew := sum(group.first_version is None and lens.any() for group, lens in pairs):
         print_line(

@@ -383,17 +383,6 @@ def test_settings_that_balance_experts_need_them(directory: Path) -> None:
     assert error_of(directory, "actor.moe_router_bias_update_rate=0.1") == without_bias
 
 
-def test_pools_do_not_replay_the_engines_experts(directory: Path) -> None:
-    _edit(directory, **EXPERTS)
-    pools = ("resource_pools.train=1", "resource_pools.rollout=1")
-    words = (
-        "resource_pools is set and algorithm.router_replay is rollout; training ranks do not get"
-    )
-    assert words in error_of(directory, *pools)
-    for mode in ("off", "recompute"):
-        check(directory, *pools, f"algorithm.router_replay={mode}")
-
-
 def test_experts_are_replayed_by_default(directory: Path) -> None:
     _edit(directory, **EXPERTS)
     cfg = load_config(str(directory / "config.yaml"))

@@ -64,6 +64,23 @@ def test_70b_by_hand() -> None:
     assert found["gen", "responses", "all_gather"].count == 1
 
 
+def test_the_experts_that_a_rollout_pool_sends() -> None:
+    """48 layers, 8 of 128 experts for each of 1024 x 3072 tokens, to 8 ranks of another node."""
+    overrides = (
+        model_path("qwen3-30b-a3b"),
+        "actor.megatron.tensor_model_parallel_size=4",
+        "actor.megatron.pipeline_model_parallel_size=1",
+        "actor.megatron.virtual_pipeline_model_parallel_size=null",
+        "rollout.tensor_model_parallel_size=4",
+    )
+    key = ("gen", "router replay", "receive")
+    pools = ("resource_pools.train=8", "resource_pools.rollout=8")
+    sent = traffic_70b(*overrides, *pools, world=16)[key]
+    assert (sent.intra_node, sent.inter_node) == (0, 1024 * 3072 * 48 * 8 / 8)
+    for others in ((*pools, "algorithm.router_replay=recompute"), ()):
+        assert key not in traffic_70b(*overrides, *others, world=16)
+
+
 @pytest.mark.slow
 def test_tensor_parallelism_over_two_nodes() -> None:
     """Check that each of the 8 members on a node receives an eighth of its bytes from the other

@@ -1121,7 +1121,7 @@ def test_fully_async_script_has_pools(tmp_path: Path) -> None:
     assert cfg.trainer.total_training_steps == 100
     assert cfg.actor.optim.lr_warmup_steps == 3  # of 10 updates, 4 a step
     assert cfg.algorithm.rollout_correction.bypass_mode
-    assert cfg.algorithm.router_replay == "off" and not cfg.rollout.free_cache_engine
+    assert cfg.algorithm.router_replay is None and not cfg.rollout.free_cache_engine
     report = found.text()
     for difference in (
         "fully_async_main -> rollout.one_step_off: true  (verl trains on groups as they end",
