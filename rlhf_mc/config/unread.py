@@ -15,6 +15,7 @@ from rlhf_mc.config.schema import (
     TrainerConfig,
     get_setting,
     layouts,
+    roles,
 )
 
 
@@ -216,6 +217,11 @@ def unread(cfg: Config) -> Iterator[tuple[str, str]]:
         for key in row.keys if not row.holds(cfg) else ():
             if get_setting(cfg, key) != get_setting(_defaults(), key):
                 yield key, row.condition
+    inherited = vars(cfg.actor.fsdp_config)
+    for role, section in roles(cfg).items():
+        for name, value in vars(section.fsdp_config).items():
+            if value != inherited[name] and section.strategy != "fsdp2":
+                yield f"{role}.fsdp_config.{name}", f"{role}.strategy fsdp2"
 
 
 @functools.cache

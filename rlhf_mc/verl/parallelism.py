@@ -251,11 +251,15 @@ def fsdp_offload(key: str, value: Any, verl: Settings) -> MappedSetting:
     role = key.partition(".")[0]
     section, _, name = key.rpartition(".")
     if name in ("offload_policy", "enable_fsdp_offload"):
-        ours = "fsdp_config.offload_policy" if is_fsdp2(verl) else "megatron.param_offload"
-        return renamed(f"{role}.{ours}", value=True) if value else implied("off")
+        of_actor = ("actor.fsdp_config.offload_policy", "actor.veomni.enable_fsdp_offload")
+        inherits = role in ("critic", "ref") and any(map(verl.get, of_actor))
+        if is_fsdp2(verl) and (value or inherits):
+            return renamed(f"{role}.fsdp_config.offload_policy", bool(value))
+        return renamed(f"{role}.megatron.param_offload", value=True) if value else implied("off")
     if name in TRAINING_ONLY and role not in ("actor", "critic"):
         return not_needed("it does nothing for a model that is never trained")
-    if verl.get(f"{section}.offload_policy") and is_fsdp2(verl):
+    policies = (f"{section}.offload_policy", f"{section}.enable_fsdp_offload")
+    if is_fsdp2(verl) and any(map(verl.get, policies)):
         return not_needed("offload_policy has all on the host")
     return renamed(f"{role}.megatron.{name}", bool(value))
 

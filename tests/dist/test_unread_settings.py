@@ -175,6 +175,11 @@ def test_the_line_names_what_is_not_read_and_when_it_is(tmp_path: Path) -> None:
         ("rollout.environment.first_observation=true", "rollout.environment.path=game.py"),
         ("rollout.environment.other_sampling=ignore", "rollout.environment.name=openai"),
         ("actor.megatron.cp_comm_type=a2a", "actor.megatron.context_parallel_size=2"),
+        ("ref.fsdp_config.offload_policy=true", "ref.strategy=fsdp2"),
+        (
+            "critic.fsdp_config.fsdp_size=2 actor.strategy=fsdp2 critic.strategy=megatron",
+            "actor.fsdp_config.fsdp_size=2",
+        ),
         (
             "actor.megatron.share_prompts=false actor.megatron.context_parallel_size=2",
             "actor.megatron.dynamic_context_parallel=true",

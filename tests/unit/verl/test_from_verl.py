@@ -353,6 +353,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.ref.fsdp_config.optimizer_offload", True, ("not needed", None, None)),
         ("actor_rollout_ref.ref.fsdp_config.offload_policy", True,
          ("renamed", "ref.fsdp_config.offload_policy", True)),
+        ("actor_rollout_ref.ref.fsdp_config.offload_policy", False, ("implied", None, None)),
         ("critic.fsdp.param_offload", True, ("renamed", "critic.megatron.param_offload", True)),
         ("critic.fsdp.fsdp_size", 4, ("renamed", "critic.fsdp_config.fsdp_size", 4)),
         ("critic.fsdp.fsdp_size", 8, ("renamed", "critic.fsdp_config.fsdp_size", -1)),
@@ -799,6 +800,10 @@ def test_layouts_that_depend_on_others() -> None:
         ("cispo", "token-mean"),
     ):
         assert line_of(aggregation, "token-mean", actor__policy_loss__loss_mode=loss)[2] == ours
+    offload = "actor.veomni.param_offload"
+    assert line_of(offload, True, actor__veomni__enable_fsdp_offload=True)[0] == "not needed"
+    own = "ref.fsdp_config.offload_policy"
+    assert line_of(own, False, actor__fsdp_config__offload_policy=True) == ("renamed", own, False)
     gspo = {"actor.policy_loss.loss_mode": "geo_mean"}
     assert converted(gspo).settings[aggregation] == "seq-mean-token-mean"
 
