@@ -156,7 +156,7 @@ class FsdpConfig:
     backward pass (ZeRO-3). false: they stay until then (ZeRO-2)."""
     offload_policy: bool = False
     """Keep parameters, gradients and optimizer state in host memory, where the optimizer step runs
-    too; a GPU has gathered layers alone."""
+    too; a GPU has gathered layers, and with replicas (fsdp_size) the gradients of an update."""
 
 
 Strategy = Literal["megatron", "fsdp2"]

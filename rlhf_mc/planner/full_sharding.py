@@ -84,7 +84,17 @@ class FullySharded:
         if not self.on_host:
             return 0.0
         frozen = (self.all.pinned - self.trained.pinned) * self.itemsize
-        return float(2 * self.trained.pinned * _FLOAT32 + frozen + self.state.optimizer)
+        # The blocks of the weights as they were read, which torch keeps, and the copy of an update.
+        narrow = (self.trained.pinned + self.trained.total) * self.itemsize
+        kept = frozen + narrow * (self.itemsize < _FLOAT32)
+        return float(2 * self.trained.pinned * _FLOAT32 + kept + self.state.optimizer)
+
+    @property
+    def grads(self) -> float:
+        """The bytes of reduced gradients on the device in an update. Of a state on the host they
+        are those of replicas: until all micro-batches are summed, and then all of a pass until it
+        ends (torch's _partial_reduce_output and _all_reduce_state)."""
+        return float(self.state.grads * (not self.on_host or self.world > self.ranks))
 
     def copied(self, micro_batches: int, is_update: bool) -> float:
         """Return the bytes that a pass copies between host and device: shards for each gather, and
@@ -93,7 +103,8 @@ class FullySharded:
             return 0.0
         of_root, of_layers = self._gathers(micro_batches, is_update)
         shards = of_root * self.all.root + of_layers * sum(self.all.layers)
-        gradients = micro_batches * self.state.grads * is_update
+        reductions = 1 if self.world > self.ranks else micro_batches
+        gradients = reductions * self.state.grads * is_update
         return shards * self.state.params / self.all.total + gradients
 
     def _gathers(self, micro_batches: int, is_update: bool) -> tuple[int, int]:

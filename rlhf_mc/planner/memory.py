@@ -237,7 +237,7 @@ class _Model:
         """Return the bytes of the parts that are on the device in a phase that needs these."""
         settings = self._megatron
         if self.sharding is not None and self.sharding.on_host:
-            return {}
+            return {f"{self.role} grads": self.sharding.grads} if "grads" in needed else {}
         offloads = {
             # On a CPU what is offloaded stays in the same memory; gradients are freed.
             "params": settings.param_offload and self._cuda,

@@ -69,6 +69,23 @@ def test_bytes_of_a_small_model_by_hand() -> None:
     assert frozen.state == ModelState(4 * trained + 2 * 22 * 8, 4 * trained, 8 * trained)
 
 
+def test_bytes_of_a_small_state_on_the_host_by_hand() -> None:
+    """Check page-locked blocks of a power of two for float32 parameters, their gradients and the
+    bfloat16 weights as they were read; Adam's moments; and a bfloat16 copy."""
+    policy = "actor.fsdp_config.offload_policy=true"
+    actor = sharded("actor", 3, policy)
+    blocks = 256 + 4 + 2 * (4 + 64 + 8 + 32 + 4 + 64 + 64)
+    assert actor.host_bytes == blocks * (4 + 4 + 2) + TOTAL * (8 + 2)
+    full = sharded("actor", 3, policy, "actor.megatron.dtype=float32")
+    assert full.host_bytes == blocks * (4 + 4) + TOTAL * 8
+    assert sharded("ref", 3, policy).host_bytes == blocks * 2
+    replicas = sharded("actor", 6, policy, "actor.fsdp_config.fsdp_size=3")
+    assert (actor.grads, replicas.grads) == (0, 4 * TOTAL), "on the device"
+    copies = 4 * TOTAL + 4 * (TOTAL + 2 * LAYER) * 5
+    assert actor.copied(5, is_update=True) == copies + 4 * 4 * TOTAL
+    assert replicas.copied(5, is_update=True) == copies
+
+
 def test_collectives_of_a_small_model_by_hand() -> None:
     """Check rank 4 of 6, in groups of 3, in 5 micro-batches."""
     groups = "actor.fsdp_config.fsdp_size=3"
@@ -160,7 +177,8 @@ def test_more_ranks_and_freed_layers_take_less_memory(plan: Any) -> None:
 
 def test_a_state_on_the_host_takes_no_device_memory(plan: Any) -> None:
     """Compare 4 ranks, whose state of 7.6e9 elements x 16 bytes / 4 leaves a GPU of 45 GB too
-    little. Main parameters and gradients are in blocks of a power of two."""
+    little. Besides, parameters and gradients are in blocks of a power of two, and there are two
+    bfloat16 copies."""
     few = (
         *("--gpus-per-node", "2", "--gpu", "45e9"),
         *("rollout.gpu_memory_utilization=0.5", "rollout.free_cache_engine=true"),
@@ -170,7 +188,7 @@ def test_a_state_on_the_host_takes_no_device_memory(plan: Any) -> None:
     assert code == 0, errors
     assert not any(taken(found, "update_actor", f"actor {part}") for part in ("params", "grads"))
     on_host = found["host_memory"]["parts"]["actor state"] / 2  # of a rank
-    assert 1.3 < on_host / (16 * 7.616e9 / 4) < 1.5
+    assert 1.7 < on_host / (16 * 7.616e9 / 4) < 1.9
 
 
 def test_nothing_is_divided_by_tensor_or_pipeline_parallelism(plan: Any) -> None:
