@@ -276,6 +276,10 @@ CASES: dict[str, Case] = {
     ),
     "fsdp2, offload": Case("llama", world=8, shards=8, ranks=(0, 1), megatron=OFFLOAD_ROLE),
     "fsdp2 on the host": Case("llama", world=8, shards=8, on_host=True),
+    "fsdp2 on the host, replicas": Case("glm4_moe", world=8, shards=4, ranks=(4,), on_host=True),
+    "fsdp2 on the host, frozen": Case(
+        "qwen2", shards=1, on_host=True, freeze=("model.embed_tokens.*", "model.layers.0.*")
+    ),
     "fsdp2 of experts, replicas": Case("qwen3_moe", world=8, shards=4, ranks=(0, 4)),
     "fsdp2 of a critic, context parallel": Case(  # one row for the value head: rank 0 alone has it
         "qwen2",

@@ -136,6 +136,9 @@ def replace_driver() -> None:
         def query(self) -> bool:
             return True
 
+        def is_capturing(self) -> bool:
+            return False
+
         def synchronize(self) -> None:
             wait("Stream.synchronize")
 
@@ -180,6 +183,7 @@ def replace_driver() -> None:
     cuda = torch.cuda
     for name, result in results.items():
         setattr(cuda, name, lambda *_, result=result, **__: result)
+    torch.accelerator.current_stream = cuda.current_stream
     cuda.memory_allocated = cuda.memory_reserved = lambda *_: current.memory.live
     cuda.max_memory_allocated = cuda.max_memory_reserved = lambda *_: current.memory.peak
     cuda.reset_peak_memory_stats = lambda *_: current.memory.reset_peak()
