@@ -277,8 +277,7 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
         for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(self._stream)
+            tensor.record_stream(self._stream)
 
     @contextlib.contextmanager
     def to_device(self) -> Iterator[None]:
