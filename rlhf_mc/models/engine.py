@@ -141,7 +141,9 @@ class ModelEngine:
         """The parameters of the model without adapters, of which weights with one are
         MergedWeights: what the rollout engine and Hugging Face checkpoints get."""
         device = platform.device()  # the shards of fsdp2 may be on the host
-        params: dict[str, Any] = {name: param.to(device) for name, param in self.params.items()}
+        params: dict[str, Any] = {
+            name: param.to(device, non_blocking=True) for name, param in self.params.items()
+        }
         for number, chunk in enumerate(self.chunks):
             prefix = chunk_prefix(number, len(self.chunks))
             for layer in chunk.adapted_layers:
