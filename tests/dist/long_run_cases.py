@@ -48,7 +48,8 @@ def rollouts(record_to: Path | None, replay_from: Path | None) -> Iterator[None]
 
 
 def num_trained_models() -> int:
-    """Return how many models with gradients this process holds, after garbage collection."""
+    """Return how many models with gradients this process holds of those that the current function
+    of a test has made, after garbage collection."""
     gc.collect()
     return sum(isinstance(item, DistributedDataParallel) for item in gc.get_objects())
 
@@ -60,8 +61,9 @@ def run_steps(
     export_to: str,
     record_to: str = "",
     replay_from: str = "",
-) -> list[float]:
-    """Run the steps and export the last weights. Return each step's mean score."""
+) -> tuple[list[float], tuple[int, int]]:
+    """Run the steps and export the last weights. Return each step's mean score, and
+    num_trained_models() before and after the end of the run."""
     scores = []
     paths = [Path(path) if path else None for path in (record_to, replay_from)]
     with built_run(config_path, overrides) as run, rollouts(*paths):
@@ -74,4 +76,6 @@ def run_steps(
             scores.append(float(batch.scores.mean()))
         lifecycle.export(run, state, Path(export_to))
         dist.barrier()
-    return scores
+        during = num_trained_models()
+    del run, state, batch
+    return scores, (during, num_trained_models())

@@ -67,6 +67,7 @@ def _write_to_starter() -> None:
 
 def _destroy_groups() -> None:
     """Destroy the groups that the function has made, which have connections to the other ranks."""
+    import preloaded
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 
@@ -86,6 +87,8 @@ def _destroy_groups() -> None:
         parallel_state._group_name_counter[kind] = len(names) // 1000 * 1000
     del group
     gc.collect()  # its connections end with the last reference to a group
+    # What is left is of modules. Each engine of the next functions collects some ten times.
+    preloaded.freeze()
 
 
 class Workers:
