@@ -4,6 +4,8 @@ nothing else."""
 from __future__ import annotations
 
 import gc
+from typing import Any
+from unittest import mock
 
 # The program first: it sets what vLLM reads when it is imported.
 import rlhf_mc.checkpoint.convert
@@ -13,11 +15,14 @@ import rlhf_mc.trainer.loop  # noqa: F401
 # isort: split
 # Imports that vLLM makes only when it builds an engine.
 import compressed_tensors  # noqa: F401
+import numpy as np
+import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 import vllm.entrypoints.llm  # noqa: F401
 from declared_metrics import declared_only
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_mc.observability.sinks import Sinks
@@ -33,9 +38,23 @@ CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
 registry._run_in_subprocess = lambda function: function()
 
 # vLLM fills its KV cache with zeros: 1 GiB at the smallest setting, of which the tests' models use
-# some MiB.
+# some MiB. Memory of calloc is zeros, and takes pages only where it is touched.
 available_memory = CPUWorker.determine_available_memory
 CPUWorker.determine_available_memory = lambda worker: min(available_memory(worker), 1 << 26)
+allocate = gpu_model_runner.allocate_kv_cache
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    assert (dtype, device.type) == (torch.int8, "cpu")
+    return torch.from_numpy(np.zeros(size, np.int8))
+
+
+def allocate_kv_cache(*args: Any, **kwargs: Any) -> Any:
+    with mock.patch.object(torch, "zeros", zeros):
+        return allocate(*args, **kwargs)
+
+
+gpu_model_runner.allocate_kv_cache = allocate_kv_cache
 
 # A plot takes 0.7 s of a run. test_quickstart.py, whose ranks do not start here, has a real one.
 lifecycle.plot_run = lambda rows, output, title: output.touch()
