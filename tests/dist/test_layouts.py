@@ -19,9 +19,8 @@ from tiny import make_reward_model, make_workspace, write_config
 
 # (world, tp, pp, rollout TP); the data-parallel size follows. The first four have one axis each.
 # Then: split KV heads; TP and PP; TP and DP with rollout TP ranks in another order. The tests of
-# settings, roles and stages below run
-# (2, 2, 1, 1), (2, 1, 1, 1), (4, 2, 2, 1), (2, 1, 2, 2) and (4, 1, 2, 2). test_plan.py has the
-# weight update of any pair.
+# settings, roles and stages below run (2, 2, 1, 1), (2, 1, 1, 1), (4, 2, 2, 1) and (2, 1, 2, 2).
+# test_plan.py has the weight update of any pair.
 LAYOUTS = [
     (1, 1, 1, 1),
     (2, 2, 1, 2),
@@ -114,7 +113,6 @@ def test_every_layout_gives_the_same_training(
         (2, 2, 1, "sequence_parallel=true"),
         (2, 1, 2, "virtual_pipeline_model_parallel_size=2"),
         (2, 1, 1, "recompute_granularity=full"),
-        (2, 1, 1, "context_parallel_size=2"),
         (4, 2, 1, "context_parallel_size=2"),
     ],
 )
@@ -180,7 +178,7 @@ def test_uneven_stages_give_the_same_training(
     """Split four layers as 1 and 3."""
     export_to = workspace / "uneven"
     results = cases.run_two_steps(
-        pool(4),
+        pool(2),
         workspace / "config.yaml",
         (1, 2, 2),
         export_to,
