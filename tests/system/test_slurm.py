@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -26,6 +27,9 @@ NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 NODES = 16
 GPUS = 8
+FEW = 4
+"""The first nodes, beside which a job of the others runs."""
+ON_FEW = f"--exclude=node[{FEW + 1}-{NODES}]"
 STEPS = 8
 AFTER_CRASH = "the run crashed after "
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -133,106 +137,6 @@ def few_steps(quickstart_overrides: list[str]) -> list[str]:
     return ["configs/quickstart.yaml", *quickstart_overrides, *few]
 
 
-@pytest.fixture(scope="module")
-def interrupted(
-    slurm: dict[str, str], few_steps: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Job, Path]:
-    """Return a job of a few steps of the quickstart, one rank on each of two nodes, and its folder.
-    A rank is killed in the first attempt, and the second is signalled."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    # More than one GPU may be asked for; how many ranks a node has is NPROC's.
-    env = {**slurm, "NPROC": "1", "MAX_RESTARTS": "1"}
-    place = f"trainer.default_local_dir={folder / 'run'}"
-    job = Job(env, folder, ["--nodes=2", "slurm/ppo_1node.sh", *few_steps, place])
-    job.until((folder / "run" / "global_step_1" / "manifest.json").exists)
-    os.kill(process_of_rank(1, str(folder)), signal.SIGKILL)
-    job.until(lambda: AFTER_CRASH in job.said())
-    assert all(processes_with(variable, str(folder)) == [] for variable in ("RANK=0", "RANK=1")), (
-        "none is left"
-    )
-    before = last_step(folder / "run")
-    job.until(
-        lambda: (job.logs / job.id / "attempt_1").exists() and last_step(folder / "run") > before
-    )
-    job.send("USR1")
-    assert job.wait(500) == "COMPLETED 2", job.said()
-    return job, folder
-
-
-def test_it_completes_over_two_nodes(interrupted: tuple[Job, Path]) -> None:
-    job, folder = interrupted
-    assert last_step(folder / "run") == STEPS
-    assert (
-        job.said().count(
-            "preflight: 2 nodes see the same code, config, inputs and output directory"
-        )
-        == 3
-    )
-    assert "2 ranks on cpu" in job.said()
-    attempts = sorted((job.logs / job.id).iterdir())
-    assert [path.name for path in attempts] == ["attempt_0", "attempt_1", "attempt_2"]
-    for attempt in attempts:
-        names = [path.name for path in attempt.glob("rank_*.log")]
-        assert len(names) == 2
-        assert {name.partition(".")[0] for name in names} == {"rank_0000", "rank_0001"}
-        assert len({name.split(".")[1] for name in names}) == 2, "one rank on each node"
-    assert not list((folder / "run").glob(".preflight*"))
-
-
-def test_with_one_rank_killed_it_says_why_and_is_started_again(
-    interrupted: tuple[Job, Path],
-) -> None:
-    job, _ = interrupted
-    first = job.said().partition(AFTER_CRASH)[0]
-    assert (
-        "rlhf_mc: error on rank 0: lost contact with another rank in phase " in first
-        or "Signal 9" in first
-    )
-    assert re.search(
-        rf"the run ended with \d+; the ranks' logs are in {re.escape(str(job.logs))}", first
-    )
-    assert re.search(
-        rf"{AFTER_CRASH}global_step_\d, and the start was the newest when it started", job.said()
-    )
-
-
-def test_signalled_it_saves_is_requeued_and_ends_with_the_same_weights(
-    interrupted: tuple[Job, Path], few_steps: list[str], tmp_path: Path
-) -> None:
-    """Compare with the weights of the same two ranks, uninterrupted and without Slurm."""
-    job, folder = interrupted
-    said = job.said().partition(AFTER_CRASH)[2]  # all attempts': --open-mode=append
-    assert said.index("asked to stop (SIGUSR1): the checkpoint of step") < said.rindex(
-        "resumed after step"
-    )
-    assert said.count("resumed after step") == 2
-    assert "the run was preempted: the job is requeued" in said
-    done = forked.run_ranks(
-        2, ["-m", "rlhf_mc", *few_steps, f"trainer.default_local_dir={tmp_path / 'run'}"]
-    )
-    assert done.returncode == 0, done.stderr
-    expected, found = (
-        load_file(path / "run" / "hf" / "model.safetensors") for path in (tmp_path, folder)
-    )
-    assert expected.keys() == found.keys()
-    assert all(bool((expected[name] == found[name]).all()) for name in expected)
-
-
-def test_pools_are_of_whole_nodes(
-    slurm: dict[str, str], few_steps: list[str], tmp_path: Path
-) -> None:
-    """Train on the first of two nodes, and generate on the second."""
-    pools = ["resource_pools.train=1", "resource_pools.rollout=1", "trainer.total_training_steps=2"]
-    place = f"trainer.default_local_dir={tmp_path / 'run'}"
-    header = ["--nodes=2", "slurm/ppo_1node.sh"]
-    job = Job({**slurm, "NPROC": "1"}, tmp_path, [*header, *few_steps, place, *pools])
-    assert job.wait(500) == "COMPLETED 0", job.said()
-    assert last_step(tmp_path / "run") == 2
-    nodes = {path.name.split(".")[1] for path in (job.logs / job.id / "attempt_0").glob("rank_*")}
-    assert len(nodes) == 2, "each pool is a node"
-    assert "idle_t" in job.said(), "the console's share of the step in which training ranks wait"
-
-
 def process_of_rank(rank: int, argument: str) -> int:
     found = processes_with(f"RANK={rank}", argument)
     assert len(found) == 1, found
@@ -256,6 +160,46 @@ def processes_with(variable: str, argument: str) -> list[int]:
     return found
 
 
+def interrupt(slurm: dict[str, str], few_steps: list[str], folder: Path) -> Job:
+    """Run a few steps of the quickstart, one rank on each of two nodes. Kill a rank in the first
+    attempt, and signal the second."""
+    # More than one GPU may be asked for; how many ranks a node has is NPROC's.
+    env = {**slurm, "NPROC": "1", "MAX_RESTARTS": "1"}
+    place = f"trainer.default_local_dir={folder / 'run'}"
+    header = ["--nodes=2", f"--exclude=node[1-{FEW}]", "slurm/ppo_1node.sh"]
+    job = Job(env, folder, [*header, *few_steps, place])
+    job.until((folder / "run" / "global_step_1" / "manifest.json").exists)
+    os.kill(process_of_rank(1, str(folder)), signal.SIGKILL)
+    job.until(lambda: AFTER_CRASH in job.said())
+    assert all(processes_with(variable, str(folder)) == [] for variable in ("RANK=0", "RANK=1")), (
+        "none is left"
+    )
+    before = last_step(folder / "run")
+    job.until(
+        lambda: (job.logs / job.id / "attempt_1").exists() and last_step(folder / "run") > before
+    )
+    job.send("USR1")
+    assert job.wait(500) == "COMPLETED 2", job.said()
+    return job
+
+
+@pytest.fixture(scope="module")
+def interrupting(
+    slurm: dict[str, str], few_steps: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Future[Job], Path]]:
+    """Begin to interrupt a job. It waits half of its time, in which the 70B jobs run."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    with ThreadPoolExecutor(1) as executor:
+        yield executor.submit(interrupt, slurm, few_steps, folder), folder
+
+
+@pytest.fixture(scope="module")
+def interrupted(interrupting: tuple[Future[Job], Path]) -> tuple[Job, Path]:
+    """Return the job that was interrupted, and its folder."""
+    job, folder = interrupting
+    return job.result(), folder
+
+
 # ---------------------------------------------------------------- the 70B job, with a stand-in for
 # the program
 
@@ -272,7 +216,9 @@ exec {sys.executable} "$@"
 
 
 @pytest.fixture
-def stand_in(slurm: dict[str, str], tmp_path: Path) -> dict[str, str]:
+def stand_in(
+    slurm: dict[str, str], interrupting: tuple[Future[Job], Path], tmp_path: Path
+) -> dict[str, str]:
     path = tmp_path / "python"
     path.write_text(STAND_IN)
     path.chmod(0o755)
@@ -396,6 +342,7 @@ def test_preempted_it_comes_back_and_cancelled_it_does_not(
     header = [
         "--partition=preempt",
         "--nodes=2",
+        ON_FEW,
         "--ntasks-per-node=2",
         "slurm/ppo_1node.sh",
         "configs/ppo_70b.yaml",
@@ -411,7 +358,8 @@ def test_preempted_it_comes_back_and_cancelled_it_does_not(
         return
     others = [
         "--partition=batch",
-        f"--nodes={NODES}",
+        f"--nodes={FEW}",
+        ON_FEW,
         "--exclusive",
         f"--output={tmp_path}/other",
         "--wrap=sleep 1",
@@ -458,7 +406,7 @@ exec {sys.executable} "$@"
     job = Job(
         stand_in,
         tmp_path,
-        ["--nodes=4", "--exclude=node[5-16]", "slurm/ppo_70b.sh", *inputs_70b.overrides(tmp_path)],
+        [f"--nodes={FEW}", ON_FEW, "slurm/ppo_70b.sh", *inputs_70b.overrides(tmp_path)],
     )
     assert job.wait(500) == "FAILED 0", job.said()
     complaints = [line for line in job.said().splitlines() if line.startswith("preflight: ")]
@@ -485,3 +433,80 @@ def test_nodes_that_cannot_run_it_are_named(stand_in: dict[str, str], tmp_path: 
     assert complaints[0].endswith("(3 nodes x 8 ranks)")
     assert "RLHF_MC_SOCKET_IFNAME is nosuch0, and no such interface is up; up are " in complaints[1]
     assert not list((tmp_path / "run").glob(".preflight*"))
+
+
+# ---------------------------------------------------------------- the interrupted job
+
+
+def test_it_completes_over_two_nodes(interrupted: tuple[Job, Path]) -> None:
+    job, folder = interrupted
+    assert last_step(folder / "run") == STEPS
+    assert (
+        job.said().count(
+            "preflight: 2 nodes see the same code, config, inputs and output directory"
+        )
+        == 3
+    )
+    assert "2 ranks on cpu" in job.said()
+    attempts = sorted((job.logs / job.id).iterdir())
+    assert [path.name for path in attempts] == ["attempt_0", "attempt_1", "attempt_2"]
+    for attempt in attempts:
+        names = [path.name for path in attempt.glob("rank_*.log")]
+        assert len(names) == 2
+        assert {name.partition(".")[0] for name in names} == {"rank_0000", "rank_0001"}
+        assert len({name.split(".")[1] for name in names}) == 2, "one rank on each node"
+    assert not list((folder / "run").glob(".preflight*"))
+
+
+def test_with_one_rank_killed_it_says_why_and_is_started_again(
+    interrupted: tuple[Job, Path],
+) -> None:
+    job, _ = interrupted
+    first = job.said().partition(AFTER_CRASH)[0]
+    assert (
+        "rlhf_mc: error on rank 0: lost contact with another rank in phase " in first
+        or "Signal 9" in first
+    )
+    assert re.search(
+        rf"the run ended with \d+; the ranks' logs are in {re.escape(str(job.logs))}", first
+    )
+    assert re.search(
+        rf"{AFTER_CRASH}global_step_\d, and the start was the newest when it started", job.said()
+    )
+
+
+def test_signalled_it_saves_is_requeued_and_ends_with_the_same_weights(
+    interrupted: tuple[Job, Path], few_steps: list[str], tmp_path: Path
+) -> None:
+    """Compare with the weights of the same two ranks, uninterrupted and without Slurm."""
+    job, folder = interrupted
+    said = job.said().partition(AFTER_CRASH)[2]  # all attempts': --open-mode=append
+    assert said.index("asked to stop (SIGUSR1): the checkpoint of step") < said.rindex(
+        "resumed after step"
+    )
+    assert said.count("resumed after step") == 2
+    assert "the run was preempted: the job is requeued" in said
+    done = forked.run_ranks(
+        2, ["-m", "rlhf_mc", *few_steps, f"trainer.default_local_dir={tmp_path / 'run'}"]
+    )
+    assert done.returncode == 0, done.stderr
+    expected, found = (
+        load_file(path / "run" / "hf" / "model.safetensors") for path in (tmp_path, folder)
+    )
+    assert expected.keys() == found.keys()
+    assert all(bool((expected[name] == found[name]).all()) for name in expected)
+
+
+def test_pools_are_of_whole_nodes(
+    slurm: dict[str, str], few_steps: list[str], tmp_path: Path
+) -> None:
+    """Train on the first of two nodes, and generate on the second."""
+    pools = ["resource_pools.train=1", "resource_pools.rollout=1", "trainer.total_training_steps=2"]
+    place = f"trainer.default_local_dir={tmp_path / 'run'}"
+    header = ["--nodes=2", "slurm/ppo_1node.sh"]
+    job = Job({**slurm, "NPROC": "1"}, tmp_path, [*header, *few_steps, place, *pools])
+    assert job.wait(500) == "COMPLETED 0", job.said()
+    assert last_step(tmp_path / "run") == 2
+    nodes = {path.name.split(".")[1] for path in (job.logs / job.id / "attempt_0").glob("rank_*")}
+    assert len(nodes) == 2, "each pool is a node"
+    assert "idle_t" in job.said(), "the console's share of the step in which training ranks wait"
