@@ -4,6 +4,7 @@ nothing else."""
 from __future__ import annotations
 
 import gc
+import mmap
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,6 @@ import rlhf_mc.trainer.loop  # noqa: F401
 # isort: split
 # Imports that vLLM makes only when it builds an engine.
 import compressed_tensors  # noqa: F401
-import numpy as np
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 import vllm.entrypoints.llm  # noqa: F401
@@ -38,7 +38,7 @@ CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
 registry._run_in_subprocess = lambda function: function()
 
 # vLLM fills its KV cache with zeros: 1 GiB at the smallest setting, of which the tests' models use
-# some MiB. Memory of calloc is zeros, and takes pages only where it is touched.
+# some MiB. Anonymous pages are zeros, aligned as kernels expect, and there only when touched.
 available_memory = CPUWorker.determine_available_memory
 CPUWorker.determine_available_memory = lambda worker: min(available_memory(worker), 1 << 26)
 allocate = gpu_model_runner.allocate_kv_cache
@@ -46,7 +46,7 @@ allocate = gpu_model_runner.allocate_kv_cache
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     assert (dtype, device.type) == (torch.int8, "cpu")
-    return torch.from_numpy(np.zeros(size, np.int8))
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.int8)
 
 
 def allocate_kv_cache(*args: Any, **kwargs: Any) -> Any:
