@@ -24,8 +24,6 @@ with sglang_patches.stand_ins():
         AbortReq,
         ContinueGenerationReqInput,
         PauseGenerationReqInput,
-        ReleaseMemoryOccupationReqInput,
-        ResumeMemoryOccupationReqInput,
         TokenizedGenerateReqInput,
     )
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
@@ -181,19 +179,23 @@ class SGLangEngine:
         `storage` and CUDA graphs stay; the memory that `storage` has replaced is held while awake.
         On a CPU SGLang keeps all memory."""
         self.weights_updated()
-        self._scheduler.weight_updater.release_memory_occupation(
-            ReleaseMemoryOccupationReqInput(tags=[KV_CACHE, WEIGHTS])
-        )
+        kept = [*self._model.buffers(), *(self.params[name] for name in self._layout.zero)]
+        self._kept = [(tensor, tensor.cpu().clone()) for tensor in kept]
+        platform.synchronize()  # torch_memory_saver unmaps without a wait, and SGLang has none
+        for part in self.awake:  # it ends the process where it pauses a part twice
+            self._scheduler.memory_saver_adapter.pause(part)
         self.awake = frozenset()
 
+    @torch.inference_mode()
     def wake_up(self, part: str) -> None:
         """Allocate the memory of WEIGHTS, which a weight update then fills, or of KV_CACHE."""
-        self._scheduler.weight_updater.resume_memory_occupation(
-            ResumeMemoryOccupationReqInput(tags=[part])
-        )
+        self._scheduler.memory_saver_adapter.resume(part)
         self.awake |= {part}
-        for name in self._layout.zero if part == WEIGHTS else ():
-            self.params[name].zero_()
+        if part == KV_CACHE:
+            # its first row is that of the requests with which SGLang pads a CUDA graph
+            self._scheduler.req_to_token_pool.req_to_token.zero_()
+        for tensor, content in self._kept if part == WEIGHTS else ():
+            tensor.copy_(content)
 
     @property
     def num_unfinished(self) -> int:
@@ -245,11 +247,10 @@ class SGLangEngine:
         if any(drew):
             log_probs = self._sampler.log_probs.cpu().numpy()
             self._log_probs.append(np.array(numbers)[drew].tolist(), log_probs[drew])
-        ended = {}
-        for number, state in zip(numbers, states, strict=True):
-            if state.finished():
-                ended[number] = self._response(number)
-                del self._requests[number]
+        over = [n for n, s in zip(numbers, states, strict=True) if s.finished()]
+        ended = {number: self._response(number) for number in over}
+        for number in over:
+            del self._requests[number]
         return ended
 
     def _response(self, number: int) -> Generation:

@@ -15,8 +15,9 @@ import json
 import multiprocessing as mp
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path += [str(path) for path in (Path(__file__).parents[1], Path(__file__).parents[2] / "tools")]
@@ -99,6 +100,31 @@ def in_parts(engine: RolloutEngine, steps: int) -> Responses:
     return Responses.of([partial[i] for i in range(12)])
 
 
+def lose_memory_in_sleep(engine: Any, actor: Iterable[torch.Tensor]) -> None:
+    """Let a sleep on a CPU lose what torch_memory_saver does on a GPU, all but the actor's memory.
+    As there, no part can be paused or resumed twice."""
+    scheduler = engine._scheduler
+    shared = {param.untyped_storage().data_ptr() for param in actor}
+    pool = scheduler.req_to_token_pool.req_to_token
+    cache = scheduler.tp_worker.model_runner.token_to_kv_pool
+    model = engine._model
+    weights = [t.data for t in (*model.parameters(), *model.buffers())]
+    lost = {
+        WEIGHTS: [t for t in weights if t.untyped_storage().data_ptr() not in shared],
+        KV_CACHE: [pool, *cache.k_buffer, *cache.v_buffer],
+    }
+    paused = set()
+
+    def pause(tag: str) -> None:
+        assert tag not in paused
+        paused.add(tag)
+        for tensor in lost[tag]:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 30)
+
+    saver = SimpleNamespace(pause=pause, resume=paused.remove)
+    scheduler.memory_saver_adapter = scheduler.weight_updater.memory_saver_adapter = saver
+
+
 def generated(config_path: str, overrides: list[str]) -> dict[str, Any]:
     """Generate responses of each kind; then with a limit of each response, in parts, with other
     weights, and with these after a sleep."""
@@ -121,14 +147,14 @@ def generated(config_path: str, overrides: list[str]) -> dict[str, Any]:
         out["cost"] = engine.cached_token_cost
         out["aliased"] = aliased_params(run)
         if run.config.rollout.name == "sglang":  # vLLM's engine for CPUs does not sleep
-            engine.sleep()
-            assert not engine.awake
-            for part in (WEIGHTS, KV_CACHE):
-                engine.wake_up(part)
-            actors = {p.untyped_storage().data_ptr() for p in run.actor.params.values()}
-            for param in engine.params.values():
-                if param.untyped_storage().data_ptr() not in actors:
-                    param.fill_(torch.nan)
+            lose_memory_in_sleep(engine, run.actor.params.values())
+            for parts in (WEIGHTS,), (WEIGHTS, KV_CACHE):
+                engine.sleep()
+                assert not engine.awake
+                for part in parts:
+                    engine.wake_up(part)
+            # an index of the KV cache: a row of a CUDA graph that no request has reads there
+            assert not engine._scheduler.req_to_token_pool.req_to_token[0].any()
             generate.update_weights(run, PhaseTimer())
             results["woken"] = as_lists(respond(engine, new, KINDS["sampled"]))
     return out
