@@ -57,8 +57,8 @@ class DrawnTokens(Sampler):
         """Begin a call without requests."""
         self.sampling = sampling
         self.draws = Draws(sampling)
-        self.requests = np.zeros(0, np.int64)
-        """The request of each row of the next batch."""
+        self.rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        """Of each row of the next batch: the request, and the token's place in its sequence."""
         self.log_probs = torch.zeros(0)
         """Of the tokens that were drawn last, [rows]."""
         self.warpers = LogitsProcessorList()
@@ -68,22 +68,20 @@ class DrawnTokens(Sampler):
             self.warpers.append(TopPLogitsWarper(sampling.top_p))
 
     def forward(self, logits_output: Any, info: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the tokens [rows] int32. The last argument: [rows], the place before the
-        token's."""
+        """Return the tokens [rows] int32. The last argument: [rows] on the device."""
         logits = logits_output.next_token_logits.float()
         if self.sampling.temperature == 0:
             tokens = logits.argmax(-1)
         else:
             logits = self.warpers(None, logits / self.sampling.temperature)
-            keys = self.draws.keys(self.requests, args[-1].cpu().numpy() + 1)
+            keys = self.draws.keys(*self.rows)
             if platform.use_cuda():
-                keys = keys.view(torch.uint64).to(logits.device)
-                places = torch.zeros_like(args[-1])  # the keys differ by them
-                tokens = multinomial_with_seed(logits.log_softmax(-1), keys, places)[:, 0]
+                keys = keys.view(torch.uint64).to(logits.device, non_blocking=True)
+                # no places: the keys differ by them
+                tokens = multinomial_with_seed(logits, keys, torch.zeros_like(args[-1]))[:, 0]
             else:
                 tokens = torch.ops._C.fused_gumbel_argmax(logits.contiguous(), keys)
-        drawn = logits.gather(1, tokens[:, None].long()) - logits.logsumexp(-1, keepdim=True)
-        self.log_probs = drawn[:, 0]
+        self.log_probs = logits.gather(1, tokens[:, None].long())[:, 0] - logits.logsumexp(-1)
         return tokens.to(torch.int32)
 
 

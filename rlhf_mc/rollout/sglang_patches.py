@@ -217,6 +217,7 @@ class SteppedScheduler(sglang_scheduler.Scheduler):
             return []
         requests = list(batch.reqs)
         sampler = self.tp_worker.model_runner.sampler
-        sampler.requests = np.array([int(request.rid) for request in requests])
+        # on the host, so that a draw does not wait for the device
+        sampler.rows = np.array([int(r.rid) for r in requests]), batch.seq_lens_cpu.numpy()
         self.process_batch_result(batch, self.run_batch(batch))
         return requests
