@@ -306,6 +306,10 @@ def server_arguments(
     return arguments | {
         "device": "cuda",
         "disable_cuda_graph": cfg.enforce_eager,
+        # vLLM's limits on Hopper. SGLang's are 8 to 512 requests, and all tokens of a chunk,
+        # whose activations' memory the graphs hold while the engine sleeps.
+        "cuda_graph_max_bs_decode": min(cfg.max_num_seqs, 512),
+        "cuda_graph_max_bs_prefill": min(cfg.max_num_batched_tokens, 512),
         # as vLLM's, it numbers the ranks of a group in ascending order while graphs are captured
         "disable_custom_all_reduce": list(group) != sorted(group),
         "enable_memory_saver": cfg.free_cache_engine,
