@@ -82,11 +82,13 @@ def described_shape(
 
 def router_replay(cfg: Config, actor: ModelShape) -> RouterReplayMode:
     """Return the run's router replay. vLLM returns experts only with prefix caching, which linear
-    attention excludes. Raise UserError if the run cannot have the replay that is set."""
+    attention excludes, and those of an agent's last context. Raise UserError if the run cannot have
+    the replay that is set."""
     mode = cfg.algorithm.router_replay
     has_experts = actor.num_experts > 0
     has_linear_attention = not all(mixer.returns_experts for mixer in actor.mixers)
-    if mode is None and has_experts and has_linear_attention:
+    has_contexts = cfg.rollout.environment.has_contexts
+    if mode is None and has_experts and (has_linear_attention or has_contexts):
         return "off" if cfg.algorithm.rollout_correction.bypass_mode else "recompute"
     if mode is None:
         return "rollout" if has_experts else "off"
@@ -99,6 +101,12 @@ def router_replay(cfg: Config, actor: ModelShape) -> RouterReplayMode:
         raise UserError(
             "algorithm.router_replay is rollout; vLLM returns no experts of a model with linear "
             "attention: set it to recompute, off or null"
+        )
+    if mode == "rollout" and has_contexts:
+        raise UserError(
+            "algorithm.router_replay is rollout; the engine's experts are those of an agent's last "
+            "context: set it to recompute, off or null, or rollout.environment.rewritten_history "
+            "to refuse"
         )
     return mode
 

@@ -391,6 +391,11 @@ def _environment(cfg: Config) -> Iterator[str]:
         )
     if not environment.is_set:
         return
+    if environment.has_contexts and reward_models(cfg):
+        yield (
+            "rollout.environment.rewritten_history is new_context, and a reward model reads one "
+            "context; set it to refuse"
+        )
     if environment.path is not None and environment.has_tools:
         yield (
             "rollout.environment.path and tools (function_tool_path, tool_config_path) are both "

@@ -28,6 +28,9 @@ class EnvironmentConfig:
     other_sampling: Literal["refuse", "ignore"] = "refuse"
     """An agent's request with other sampling parameters than the run's is refused, or they are
     ignored, counted in reward_extra/<data_source>/ignored_parameters."""
+    rewritten_history: Literal["new_context", "refuse"] = "new_context"
+    """An agent's request that does not continue the conversation's messages (a rewritten history, a
+    sub-agent, a parallel request) begins a new context of the same response, or is refused."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class's constructor; of an agent's function."""
     first_observation: bool = False
@@ -83,6 +86,11 @@ class EnvironmentConfig:
     def is_agent(self) -> bool:
         """The environment is an agent."""
         return self.name == "openai"
+
+    @property
+    def has_contexts(self) -> bool:
+        """A response may have several contexts."""
+        return self.is_agent and self.rewritten_history == "new_context"
 
     @property
     def begins(self) -> bool:

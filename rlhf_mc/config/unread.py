@@ -156,7 +156,7 @@ DEPENDENCES = (
     ),
     _switch("rollout.free_cache_engine", "rollout", "offload_cuda_graphs"),
     _switch(f"{ENVIRONMENT}.path", ENVIRONMENT, ENVIRONMENT_CLASS),
-    _choice(f"{ENVIRONMENT}.name", "openai", ENVIRONMENT, "other_sampling"),
+    _choice(f"{ENVIRONMENT}.name", "openai", ENVIRONMENT, "other_sampling rewritten_history"),
     Dependence(
         ENVIRONMENT,
         "format",

@@ -50,6 +50,9 @@ class Prompt:
 OBSERVED = math.inf
 """In place of the log-prob of a token that the model has not drawn: one of an observation. No drawn
 token has it."""
+CONTEXT_START = 2.0**100
+"""OBSERVED, of the first token of a new context: the conversation's history was rewritten, and the
+tokens after it attend to none before it."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class Generation:
     """Sampled tokens, the end-of-sequence token included where one was sampled, and those of
     observations."""
     log_probs: list[float]
-    """The engine's log-prob of each sampled token at the sampling temperature; OBSERVED of the
-    others."""
+    """The engine's log-prob of each sampled token at the sampling temperature; OBSERVED or
+    CONTEXT_START of the others."""
     finished: bool
     """True: ended with an end token, or by its environment; False: truncated at
     max_response_length, or not ended
@@ -75,7 +78,16 @@ class Generation:
     @property
     def num_drawn(self) -> int:
         """Number of tokens that the model has sampled."""
-        return len(self.log_probs) - self.log_probs.count(OBSERVED)
+        num_observed = sum(map(self.log_probs.count, (OBSERVED, CONTEXT_START)))
+        return len(self.log_probs) - num_observed
+
+    def context_start(self, end: int | None = None) -> int:
+        """Return the place of the first token of the last context that begins before `end` (None:
+        of all); 0: it begins with the prompt."""
+        before = self.log_probs[:end]
+        if CONTEXT_START not in before:
+            return 0
+        return len(before) - 1 - before[::-1].index(CONTEXT_START)
 
 
 NOTHING = Generation([], [], finished=False)
@@ -92,15 +104,14 @@ class Responses:
     tokens: np.ndarray
     """[R] int32: their tokens, end to end."""
     log_probs: np.ndarray
-    """[R] float32: the engine's log-prob of each token at the sampling temperature; OBSERVED of
-    observations."""
+    """[R] float32: as Generation has them."""
     finished: np.ndarray
     """[S] bool: as Generation has it."""
 
     @functools.cached_property
     def is_sampled(self) -> np.ndarray:
         """[R] bool: tokens that the model has sampled."""
-        return self.log_probs != OBSERVED
+        return ~(self.log_probs >= CONTEXT_START)
 
     @property
     def num_drawn(self) -> int:
@@ -157,6 +168,10 @@ _PER_SEQUENCE = (
     "sample_mask",
 )
 """Fields of RaggedBatch with one entry per sequence."""
+_NUMBER_BITS = 48
+"""Responses of a run, in bits; the numbers of further contexts have more."""
+_PER_TOKEN = ("tokens", "response_mask", "context_starts")
+"""Fields with one entry per token."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +197,8 @@ class RaggedBatch:
     """[S] int64: tokens of observations in the response; None: 0."""
     response_mask: torch.Tensor | None = None
     """[T] bool: tokens that the model has drawn; None: all after the prompts."""
+    context_starts: torch.Tensor | None = None
+    """[T] bool: tokens with which a response has a new context; None: no response has one."""
     numbers: torch.Tensor | None = None
     """[S] int64: of each response in the run. Router replay finds the experts that were chosen for
     it by its number."""
@@ -279,7 +296,14 @@ class RaggedBatch:
     @property
     def drawn_tokens(self) -> torch.Tensor:
         """[R] int32: the tokens that the model has sampled."""
-        return self.tokens[_with_mask(self).response_mask]
+        return self.tokens[self.drawn_mask]
+
+    @property
+    def drawn_mask(self) -> torch.Tensor:
+        """[T] bool: tokens that the model has sampled."""
+        mask = _with_mask(self).response_mask
+        assert mask is not None
+        return mask
 
     @functools.cached_property
     def trained_rows(self) -> torch.Tensor:
@@ -291,6 +315,34 @@ class RaggedBatch:
         """Return the batch of the sequences that are trained on."""
         all_are = len(self.trained_rows) == self.num_sequences
         return self if all_are else self.select(self.trained_rows)
+
+    def contexts(self) -> RaggedBatch:
+        """Return the batch as models read it: its sequences are the contexts of these. The tokens
+        of a further context before its first drawn one are its prompt. Per-token fields stay as
+        they are; of those per sequence it has the lengths alone."""
+        if self.context_starts is None or not self.context_starts.any():
+            return self
+        ends = self.seq_lens.cumsum(0).numpy()
+        starts = np.union1d(ends - self.seq_lens.numpy(), self.context_starts.nonzero().flatten())
+        is_drawn = self.drawn_mask.numpy()
+        drawn = np.flatnonzero(is_drawn)
+        prompt_lens = drawn[np.searchsorted(drawn, starts)] - starts
+        prompt_lens[np.searchsorted(starts, ends - self.seq_lens.numpy())] = self.prompt_lens
+        lens = np.diff(starts, append=ends[-1:])
+        num_drawn = np.add.reduceat(is_drawn.astype(np.int64), starts)
+        rest = dict.fromkeys(_PER_SEQUENCE)
+        rest |= {
+            "prompt_lens": torch.from_numpy(prompt_lens),
+            "response_lens": torch.from_numpy(num_drawn),
+            "observation_lens": torch.from_numpy(lens - prompt_lens - num_drawn),
+            "finished": torch.ones(len(starts), dtype=torch.bool),
+            "context_starts": None,
+        }
+        if self.numbers is not None:
+            row = np.searchsorted(ends, starts, side="right")
+            nth = np.arange(len(starts)) - np.searchsorted(row, row)
+            rest["numbers"] = self.numbers[row] + (torch.from_numpy(nth) << _NUMBER_BITS)
+        return replace(self, **rest)  # type: ignore[arg-type]
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """Return x, of the tokens that are trained on, among all tokens: [R], 0 of others."""
@@ -315,7 +367,7 @@ class RaggedBatch:
         positions = torch.from_numpy(ragged_indices(self.response_lens.numpy(), rows.numpy()))
         index_of = dict.fromkeys(_PER_SEQUENCE, rows)
         of_sequences = torch.from_numpy(ragged_indices(self.seq_lens.numpy(), rows.numpy()))
-        index_of |= {"tokens": of_sequences, "response_mask": of_sequences}
+        index_of |= dict.fromkeys(_PER_TOKEN, of_sequences)
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return RaggedBatch(
             **{
@@ -329,9 +381,15 @@ class RaggedBatch:
 
 def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:
     """Return the sequences of all batches, end to end. The batches have the same fields, but for
-    the mask."""
+    the mask and the starts of contexts."""
     if any(batch.response_mask is not None for batch in batches):
         batches = [_with_mask(batch) for batch in batches]
+    if any(batch.context_starts is not None for batch in batches):
+        none = [torch.zeros_like(batch.drawn_mask) for batch in batches]
+        batches = [
+            batch if batch.context_starts is not None else replace(batch, context_starts=zeros)
+            for batch, zeros in zip(batches, none, strict=True)
+        ]
     columns = {
         field.name: [getattr(batch, field.name) for batch in batches]
         for field in fields(RaggedBatch)
@@ -349,7 +407,9 @@ def _with_mask(batch: RaggedBatch) -> RaggedBatch:
     lens = torch.stack([batch.prompt_lens, batch.response_lens], dim=1).flatten()
     mask = torch.tensor([False, True]).repeat(batch.num_sequences).repeat_interleave(lens)
     return replace(
-        batch, response_mask=mask, observation_lens=torch.zeros_like(batch.response_lens)
+        batch,
+        response_mask=mask,
+        observation_lens=torch.zeros_like(batch.response_lens),
     )
 
 
@@ -384,11 +444,14 @@ def build_batch(prompts: Sequence[Prompt], responses: Responses) -> RaggedBatch:
     num_drawn = np.bincount(
         np.repeat(np.arange(count), responses.lens)[responses.is_sampled], minlength=count
     )
-    mask = np.concatenate([np.zeros(prompt_lens.sum(), np.bool_), responses.is_sampled])[source]
+    of_prompts = np.zeros(prompt_lens.sum(), np.bool_)
+    mask = np.concatenate([of_prompts, responses.is_sampled])[source]
+    starts = np.concatenate([of_prompts, responses.log_probs == CONTEXT_START])
     return replace(
         batch,
         response_lens=torch.from_numpy(num_drawn),
         rollout_log_probs=torch.from_numpy(responses.log_probs[responses.is_sampled]),
         observation_lens=torch.from_numpy(responses.lens - num_drawn),
         response_mask=torch.from_numpy(mask),
+        context_starts=torch.from_numpy(starts[source]) if starts.any() else None,
     )

@@ -39,6 +39,7 @@ MODEL = "policy"
 _MOST_BODY_BYTES = 1 << 23
 _MOST_FILES = 1 << 16
 _MOST_READ = 8
+_MOST_PARALLEL = 16
 
 
 class AgentEnvironment:
@@ -61,11 +62,15 @@ class AgentEnvironment:
         """Digests of its messages."""
         self._turn: asyncio.Future[dict[str, Any] | None]
         """The body of its answer; None: the conversation has ended."""
-        self._history: list[int] = []
-        """Digests of the conversation's messages, up to the last answer."""
+        self._one_at_a_time = asyncio.Semaphore()
+        self._num_parallel = 0
+        """Requests that wait for a turn."""
+        self._histories: list[list[int]] = []
+        """Digests of the messages up to the answer of each turn."""
+        self._tools: list[tuple[dict[str, Any], ...]] = []
+        """Tools of each turn's request."""
         self._names: dict[str, str] = {}
-        """Functions of the calls in the last answer, by the calls' ids."""
-        self._num_turns = 0
+        """Functions of the calls in the answers, by the calls' ids."""
         self._is_last = False
         """The last answer is the last turn that the conversation has room for."""
         self._reward = 0.0
@@ -97,10 +102,10 @@ class AgentEnvironment:
         if request.parallel_tool_calls is False:
             calls = calls[:1]
         text = completion.content if calls else response
-        body = completion_body(request, self._num_turns, text, calls, token_ids, completion)
-        self._num_turns += 1
-        self._history = [*self._digests, digest(body["choices"][0]["message"])]
-        self._names = {call.number: call.name for call in calls}
+        number = len(self._histories)
+        body = completion_body(request, number, text, calls, token_ids, completion)
+        self._histories.append([*self._digests, digest(body["choices"][0]["message"])])
+        self._names |= {call.number: call.name for call in calls}
         self._is_last = completion.is_last
         self._asked = asyncio.get_running_loop().create_future()
         self._turn.set_result(body)
@@ -116,12 +121,27 @@ class AgentEnvironment:
             await asyncio.wait({self._program})
 
     async def answer(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the body of the answer to a request. One with the messages of the last request is
-        a client's second try, and gets the same. Raise RefusedError for one that does not continue
-        the conversation."""
+        """Return the body of the answer to a request, after those of earlier ones. One with the
+        messages of the last request is a client's second try, and gets the same. Raise RefusedError
+        for one that gets no turn."""
         new = [digest(message) for message in request.messages]
-        if new != self._digests:
-            self._accept(request, new)
+        if new == self._digests:
+            return await self._answered()
+        refuses = self._server.cfg.rewritten_history == "refuse"
+        if self._num_parallel >= (1 if refuses else _MOST_PARALLEL):
+            problem = f"{self._num_parallel} requests of this conversation wait for their answers"
+            raise RefusedError(problem, 400 if refuses else 429)
+        self._num_parallel += 1
+        try:
+            async with self._one_at_a_time:
+                if new != self._digests:
+                    self._accept(request, new)
+                return await self._answered()
+        finally:
+            self._num_parallel -= 1
+
+    async def _answered(self) -> dict[str, Any]:
+        """Return the body of the answer to the last request."""
         # a client that goes away does not end the turn
         body = await asyncio.shield(self._turn)
         if body is None:
@@ -135,39 +155,49 @@ class AgentEnvironment:
         self.info |= numbers
 
     def _accept(self, request: ChatRequest, digests: list[int]) -> None:
-        """Make a request the next observation. Raise RefusedError if it does not continue the
-        conversation. digests: of its messages."""
-        if self._request is not None and not self._turn.done():
-            raise RefusedError("another request of this conversation waits for its answer")
+        """Make a request the next observation: what it adds to the last turn's messages, or to
+        those of an earlier turn, in a new context. Raise RefusedError if it gets no turn. digests:
+        of its messages."""
+        if self._asked.done():
+            raise RefusedError("the conversation has ended", 410)
         if self._is_last:
             raise RefusedError(
                 "the conversation has no room for a further turn (data.max_response_length, "
                 "rollout.environment.max_turns)",
                 code="context_length_exceeded",
             )
-        known = self._history
-        pairs = zip(known, digests, strict=False)
-        same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(digests))
-        if same < len(known) or len(digests) == len(known):
-            raise RefusedError(
-                f"the request has not the conversation's {len(known)} messages and a new one: "
-                f"number {same} is another or missing; what the model has seen stays"
-            )
         tools = tuple(request.tools or ())
-        if self._request is not None and tools != tuple(self._request.tools or ()):
-            raise RefusedError("the request has other tools than the conversation's first one")
-        messages = [rendered(message) for message in request.messages[len(known) :]]
+        turn = self._last_common_turn(digests, tools)
+        last = len(self._histories) - 1
+        if turn != last and self._server.cfg.rewritten_history == "refuse":
+            raise RefusedError(
+                f"the request has not the conversation's {len(self._histories[last])} messages and "
+                "a new one, or has other tools; what the model has seen stays"
+            )
+        num_known = len(self._histories[turn]) if turn >= 0 else 0
+        messages = [rendered(message) for message in request.messages[num_known:]]
         for message in messages:
-            if known:
+            if num_known:
                 message["content"] = truncated(message["content"], self._server.cfg)
             if message["role"] == "tool":
                 message["name"] = self._names.get(message["tool_call_id"], "tool")
         self._request = request
         self._digests = digests
+        self._tools.append(tools)
         self._turn = asyncio.get_running_loop().create_future()
-        result = StepResult(messages, self._reward, False, self.info, (), tools, request.limit)
+        continues = None if turn == last else turn + 1
+        given = (messages, self._reward, False, self.info, (), tools, request.limit, continues)
         self._reward = 0.0
-        self._asked.set_result(result)
+        self._asked.set_result(StepResult(*given))
+
+    def _last_common_turn(self, digests: Sequence[int], tools: Any) -> int:
+        """Return the index of the last turn after which a request has new messages, with the same
+        tools; -1: none."""
+        for turn in reversed(range(len(self._histories))):
+            known = self._histories[turn]
+            if len(digests) > len(known) and [*digests[: len(known)]] == known:
+                return turn if tools == self._tools[turn] else -1
+        return -1
 
     async def _next(self) -> StepResult:
         """Wait for a request, or for the end of the program. Raise Failure if that fails."""
@@ -180,7 +210,7 @@ class AgentEnvironment:
         value = program.result()
         if isinstance(value, Failure):
             raise value
-        if self._num_turns == 0:
+        if not self._histories:
             raise Failure("invalid", "the agent has ended without a request")
         if value is not None:
             self.score(value)
@@ -199,7 +229,7 @@ class AgentEnvironment:
         """Return calls with ids of their own in the conversation; none if one is malformed."""
         if not all(call.name for call in calls):
             return []
-        turn = f"call{self._num_turns % 100:02d}"
+        turn = f"call{len(self._histories) % 100:02d}"
         return [
             call._replace(number=f"{turn}{i:03d}") if call.number.startswith("call0") else call
             for i, call in enumerate(calls)

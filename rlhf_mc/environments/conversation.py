@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
-from rlhf_mc.data.batch import OBSERVED, Generation, Prompt
+from rlhf_mc.data.batch import CONTEXT_START, OBSERVED, Generation, Prompt
 from rlhf_mc.environments.environment_worker import Key
 from rlhf_mc.environments.journal import Reply
 from rlhf_mc.rewards.results import Episode
@@ -106,7 +106,7 @@ class Conversation:
         limit."""
         assert self.status is Status.SAMPLING, self.status
         self.response = response
-        self.num_cached = len(self.whole_request.prompt) + len(response.token_ids)
+        self.num_cached = len(self.context())
         is_complete = response.finished or len(response.token_ids) == self.turn_limit
         self.status = Status.WAITING if is_complete else Status.SUSPENDED
 
@@ -139,7 +139,16 @@ class Conversation:
         """The request of the present turn."""
         most = self.whole_request.max_tokens
         limit = self.turn_limit if most is None else min(self.turn_limit, most)
-        return replace(self.whole_request, partial=self.response, max_tokens=limit)
+        # a draw depends on the seed and on the place in the context
+        seed = (self.whole_request.seed + self.response.context_start()) % 2**63
+        return replace(self.whole_request, seed=seed, partial=self.response, max_tokens=limit)
+
+    def context(self, turn: int | None = None) -> list[int]:
+        """Return the tokens of a turn's context, up to its end; of the last context by default."""
+        end = None if turn is None else max(self.turn_positions[turn], default=-1) + 1
+        start = self.response.context_start(end)
+        prompt = [] if start else self.whole_request.prompt.tolist()
+        return [*prompt, *self.response.token_ids[start:end]]
 
     @property
     def is_before_first(self) -> bool:
@@ -166,7 +175,7 @@ class Conversation:
     def turn_positions(self) -> list[list[int]]:
         """Positions in the response of the sampled tokens of each turn, the present turn last."""
         log_probs = self.response.log_probs
-        sampled = [i for i, log_prob in enumerate(log_probs) if log_prob != OBSERVED]
+        sampled = [i for i, log_prob in enumerate(log_probs) if not log_prob >= CONTEXT_START]
         bounds = [0, *(last + 1 for last, _ in self.episode.rewards), len(sampled)]
         return [sampled[start:end] for start, end in itertools.pairwise(bounds)]
 
@@ -189,6 +198,9 @@ class Conversation:
             rewards = [(position, 0.0) for position, _ in rewards]
         start = len(self.response.token_ids)
         observation = (start, start + len(reply.token_ids))
+        observed = [OBSERVED] * len(reply.token_ids)
+        if reply.is_context:
+            observed[:1] = [CONTEXT_START] * bool(observed)
         self.episode = Episode(
             rewards,
             {**episode.info, **reply.info},
@@ -201,6 +213,6 @@ class Conversation:
         self.response = replace(
             self.response,
             token_ids=[*self.response.token_ids, *reply.token_ids],
-            log_probs=[*self.response.log_probs, *[OBSERVED] * len(reply.token_ids)],
+            log_probs=[*self.response.log_probs, *observed],
             finished=False,
         )

@@ -60,6 +60,8 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The last failure has ended the conversation, which has the default score."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**53)] | None = None
     """Maximum length of the next turn, by an agent's request."""
+    is_context: bool = False
+    """The observation is a context of its own, which attends to nothing before it."""
 
     def __post_init__(self) -> None:
         if self.is_fatal and not (self.failed and self.ends):

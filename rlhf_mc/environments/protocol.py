@@ -89,6 +89,9 @@ class StepResult:
     """Schemas of an agent's tools."""
     max_tokens: int | None = None
     """Maximum length of the next turn, by an agent's request; None: that of the settings."""
+    continues: int | None = None
+    """Number of the turn that an agent's messages follow in a new context, from 1; 0: they are all
+    of it; None: they follow the last turn."""
 
 
 StepOutcome = StepResult | Failure

@@ -94,7 +94,7 @@ class Translator:
             completion = Completion(
                 content,
                 [conversation.response.log_probs[i] for i in positions],
-                len(conversation.whole_request.prompt) + min(positions, default=0),
+                len(conversation.context(index)) - len(tokens),
                 bool(tokens) and tokens[-1] in self._stop,
                 not has_room or (is_over and index + 1 == len(turns)),
             )
@@ -140,10 +140,13 @@ class Translator:
         is_last = answer.done or is_last_turn
         # With an observation that does not fit, the response is truncated.
         room = conversation.room - is_first
+        is_context = answer.continues is not None
+        # a context has a turn
+        is_last = is_last or (is_context and len(tokens) >= room)
         tokens = [] if is_last else tokens[:room]
         ends = is_last or (not is_first and len(tokens) == room)
         given = (answer.reward, {**answer.info}, ends, failed, is_fatal, answer.max_tokens)
-        return Reply(iteration, tokens, *given)
+        return Reply(iteration, tokens, *given, is_context and bool(tokens))
 
     def compare(self, conversation: Conversation, index: int, answer: StepOutcome) -> None:
         """Warn if an environment that begins again answers an earlier turn otherwise than
@@ -166,14 +169,19 @@ class Translator:
         """Return the tokens of the observation after a turn; none after the last turn."""
         if answer.done:
             return []
-        turn = conversation.turns[index]
+        follows = index if answer.continues is None else answer.continues
+        turns = conversation.turns
+        if follows not in range(-1, len(turns)):
+            raise Failure("invalid", f"it continues turn {follows} of {len(turns) - 1}")
+        turn = turns[follows]
         messages = conversation.prompt.messages
         observations, _ = self._for_tools(msgspec.json.encode(answer.tools))
         tokens = observations.tokens(answer.observation, turn, messages)
         if turn and not conversation.episode.rewards:
             text = self._tokenizer.decode(turn, skip_special_tokens=True)
             observations.check(messages, text, answer.observation, tokens)
-        return tokens
+        before = [] if answer.continues is None else conversation.context(follows)
+        return [*before, *tokens]
 
     def _new_for_tools(self, schemas: bytes) -> tuple[ObservationTokenizer, ToolCallParser | None]:
         """Return what renders and parses for an agent's tools. Raise Failure if nothing does."""

@@ -58,6 +58,13 @@ class Request:
     """Maximum length of this response, `partial` included, at most Sampling.max_tokens; None:
     Sampling.max_tokens."""
 
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens that the engine continues: of the last context."""
+        start = self.partial.context_start()
+        tokens = self.partial.token_ids
+        return tokens[start:] if start else [*self.prompt.tolist(), *tokens]
+
 
 @dataclass(frozen=True)
 class Arrivals:

@@ -168,7 +168,7 @@ def _begin(
     if not added:
         return 0
     engine.add(added, sampling)
-    return sum(len(request.prompt) + len(request.partial.token_ids) for request in added)
+    return sum(len(request.tokens) for request in added)
 
 
 def _step(

@@ -44,8 +44,9 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     parts: dict[str, torch.Tensor] = {}  # this rank's parts of the results
     for name, (phase, engine, pass_head) in passes.items():
         with run.offload_schedule.phase(state.timer, phase):
-            micro_batches = my_micro_batches(engine, batch, run.token_budgets[phase])
-            parts[name] = engine.my_scores(batch, micro_batches, pass_head)
+            contexts = batch.contexts()
+            micro_batches = my_micro_batches(engine, contexts, run.token_budgets[phase])
+            parts[name] = engine.my_scores(contexts, micro_batches, pass_head)
     if "old_log_probs" in parts:
         start_slowest_rank(state, "old_log_prob", run.groups.members)
     if run.reference is not None and run.reference.groups.mesh.first:

@@ -264,7 +264,8 @@ def log_prob_flops(shape: ModelShape, batch: RaggedBatch, computed: float = 1.0)
 
 
 def _pass_flops(shape: ModelShape, batch: RaggedBatch, computed: float) -> ForwardFlops:
-    flops = forward_flops(shape, batch.seq_lens.tolist(), int(batch.response_lens.sum()))
+    lens = batch.contexts().seq_lens.tolist()
+    flops = forward_flops(shape, lens, int(batch.response_lens.sum()))
     return replace(
         flops,
         projections=computed * flops.projections,

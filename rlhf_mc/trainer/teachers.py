@@ -45,7 +45,7 @@ class Teacher:
         Vocabularies may be padded to other sizes: a token that the teacher lacks is read as its
         last one, and one that the student lacks has probability 0."""
         common = min(vocab_size, self.engine.shape.vocab_size)
-        batch = replace(batch, tokens=batch.tokens.clamp(max=common - 1))
+        batch = replace(batch, tokens=batch.tokens.clamp(max=common - 1)).contexts()
         micro_batches = my_micro_batches(self.engine, batch, self.budget)
         head = teacher_head(common, temperature, k)
         return self.engine.my_scores(batch, micro_batches, head, columns=1 + 2 * k)

@@ -77,6 +77,7 @@ def train_step(
     """Take the optimizer step of one update, as ModelEngine.train_step does. Where a rank runs out
     of memory in it, repeat it with half the token budget if the engine recovers memory; else add to
     that rank's error what to lower. number: of the update in its step, from 0."""
+    mini = mini.contexts()
     while True:
         micro_batches = my_micro_batches(engine, mini, budget.update_limit(number))
         try:

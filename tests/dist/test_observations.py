@@ -6,6 +6,7 @@ other filter_groups."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -51,7 +52,7 @@ class Environment:
 AGENT = """
 import asyncio, os, random
 from pathlib import Path
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 CALLS = Path(__file__).with_name("calls")
 
@@ -67,7 +68,14 @@ async def run(task, client_settings):
         if sum(map(ord, text)) % 5 == 0:
             return {"score": sum(map(ord, text)) % 3 == 0, "turns": turn}
         await asyncio.sleep(0.05 * os.urandom(1)[0] / 255)
-        messages += [answer.choices[0].message, {"role": "user", "content": f"{len(text)}"}]
+        question = {"role": "user", "content": f"{len(text)}"}
+        kind = sum(map(ord, text)) % 3
+        messages = [question] if kind == 0 else [*messages, answer.choices[0].message, question]
+        try:
+            if kind == 1:
+                await client.chat.completions.create(model=model, messages=[question], max_tokens=3)
+        except BadRequestError:  # no room
+            return None
 """
 SETTINGS = [
     "custom_reward_function.path=null",
@@ -348,8 +356,10 @@ def test_another_layout_replays_conversations(train: Any, config: Path, partial:
 
 
 def test_an_agents_run_is_repeated(train: Any, config: Path) -> None:
-    """Check an agent that speaks to the endpoint: a replay, and a partial run that is resumed, run
-    no agent and have the same bits; agents of a run that was killed run again for the rest."""
+    """Check an agent that speaks to the endpoint, rewrites its history and asks beside it: a
+    replay, and a partial run that is resumed, run no agent and have the same bits; agents of a run
+    that was killed run again for the rest. The run ends where log-probs of a context are not those
+    of the engine."""
     agent = [
         "rollout.environment.name=openai",
         f"rollout.environment.path={config.parent / 'agent.py'}",
@@ -360,7 +370,10 @@ def test_an_agents_run_is_repeated(train: Any, config: Path) -> None:
     assert num_calls > N * 4 * STEPS, "conversations of several turns"
     metrics = [step["metrics"] for step in steps[0]]
     assert not any(values["environment/failed_calls"] for values in metrics)
+    assert all(values["training/rollout_logprobs_diff_max"] < 1e-4 for values in metrics)
     assert any(values["reward_extra/arithmetic/turns"] > 0 for values in metrics)
+    journal = (config.parent / "agent" / "observations").glob("*.jsonl")
+    assert sum(len(re.findall('"is_context": ?true', file.read_text())) for file in journal) > 10
     replay = f"trainer.replay={config.parent / 'agent'}"
     replayed, num_again = train("agent_replayed", *TAIL, *agent, replay)
     assert num_again == 0

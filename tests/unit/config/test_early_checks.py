@@ -394,6 +394,11 @@ def test_experts_are_replayed_by_default(directory: Path) -> None:
         router_replay(
             replace(cfg, algorithm=replace(cfg.algorithm, router_replay="rollout")), hybrid
         )
+    agent = ["rollout.environment.name=openai", "rollout.environment.command=[python]"]
+    with_agent = load_config(str(directory / "config.yaml"), agent)
+    assert router_replay(with_agent, shape_of("qwen3_moe")) == "recompute"
+    error = error_of(directory, *agent, "algorithm.router_replay=rollout")
+    assert "the engine's experts are those of an agent's last context" in error
     bypass = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.router_replay=recompute"]
     assert (
         "algorithm.router_replay is recompute, which replays the choices of the pass that"

@@ -300,6 +300,11 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
              "rollout.environment.function_tool_path=tools.py"),
             ("rollout.environment.first_observation is true, and tools have none",),
         ),
+        (
+            ("rollout.environment.name=openai", "rollout.environment.path=agent.py",
+             "reward_model.model_path=model"),
+            ("rollout.environment.rewritten_history is new_context, and a reward model",),
+        ),
         *(
             (given, ("rollout.environment.command is for rollout.environment.name openai",))
             for given in (

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mc.data.batch import (
+    CONTEXT_START,
     OBSERVED,
     Generation,
     Prompt,
@@ -98,6 +99,44 @@ def test_observations_are_in_the_tokens_alone() -> None:
             assert (mine is None and theirs is None) or torch.equal(mine, theirs), field.name
     again = Responses.of([conversation, *plain]).select(np.array([0]))
     assert again.generations() == [conversation] and again.num_drawn == conversation.num_drawn == 2
+
+
+def test_contexts_are_the_sequences_that_models_read() -> None:
+    """Check a conversation of three contexts, the second with an observation in it, between others:
+    where each begins, and that tokens, results and their order stay."""
+    prompts = [Prompt(i, np.array(ids, np.int32), "source", None) for i, ids in enumerate(PROMPTS)]
+    log_probs = {"d": -1.0, "o": OBSERVED, "c": CONTEXT_START}
+    conversation = Generation(
+        [*range(40, 50)], [log_probs[mark] for mark in "ddcodcdodo"], finished=True
+    )
+    others = [Generation(ids, [-1.0] * len(ids), True) for ids in (RESPONSES[0], RESPONSES[2])]
+    responses = Responses.of([others[0], conversation, others[1]])
+    assert conversation.num_drawn == 5 and responses.num_drawn == 8
+    assert [conversation.context_start(end) for end in (2, 3, 5, 6, None)] == [0, 2, 2, 5, 5]
+    batch = build_batch(prompts, responses).with_fields(numbers=torch.tensor([7, 8, 9]))
+    contexts = batch.contexts()
+    lens = [len(PROMPTS[0]) + 1, len(PROMPTS[1]) + 2, 3, 5, len(PROMPTS[2]) + 2]
+    assert contexts.seq_lens.tolist() == lens
+    assert contexts.prompt_lens.tolist() == [
+        len(PROMPTS[0]),
+        len(PROMPTS[1]),
+        2,
+        1,
+        len(PROMPTS[2]),
+    ]
+    assert contexts.response_lens.tolist() == [1, 2, 1, 2, 2]
+    assert contexts.observation_lens is not None
+    assert contexts.observation_lens.tolist() == [0, 0, 0, 2, 0]
+    assert contexts.numbers is not None
+    assert contexts.numbers.tolist() == [7, 8, 8 + 2**48, 8 + 2 * 2**48, 9]
+    assert torch.equal(contexts.tokens, batch.tokens)
+    assert torch.equal(contexts.rollout_log_probs, batch.rollout_log_probs)
+    picked = batch.select([2, 1]).contexts()
+    assert picked.seq_lens.tolist() == [*lens[4:], *lens[1:4]]
+    assert batch.select([2, 0]).contexts().num_sequences == 2
+    plain = build_batch(prompts[2:], Responses.of([others[1]]))
+    both = concatenate([batch.select([1]), plain.with_fields(numbers=torch.tensor([9]))])
+    assert both.contexts().seq_lens.tolist() == lens[1:]
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0], [1], [1, 1, 0], []])

@@ -3,6 +3,7 @@ turns.py without an engine, what the endpoint refuses, and hostile programs."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from test_environments import Letters, begun, played, user_file  # noqa: F401
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.batch import OBSERVED, Generation
+from rlhf_mc.data.batch import CONTEXT_START, OBSERVED, Generation
 from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.pool import EnvironmentPool
@@ -199,18 +200,66 @@ def test_what_would_change_the_policy_is_refused(agent: Any) -> None:
         "        raise AssertionError(problem)",
         *(f"await refused({problem!r}, {given})" for given, problem in REFUSED.items()),
         "await turn(temperature=1, top_p=1.0, seed=None, presence_penalty=0, user='me')",
-        "await refused('2 messages and a new one: number 2 is another')",
+        "await refused('2 messages and a new one')",
         "for wrong in ([], messages[:1], [*messages[:1], {'role': 'assistant', 'content': 'x'}]):",
         "    new = [*wrong, {'role': 'user', 'content': 'on'}]",
-        "    await refused(f'number {min(len(wrong), 1)} is another or', messages=new)",
+        "    await refused('2 messages and a new one', messages=new)",
         "messages.append({'role': 'user', 'content': 'on'})",
         "await refused('other tools', tools=[{'type': 'function', 'function': {'name': 'f'}}])",
         "await turn()",
     ]
-    ended, conversations = agent("\n".join(lines), limit=300)
+    ended, conversations = agent("\n".join(lines), limit=300, rewritten_history="refuse")
     assert conversations.episode(0).failure is None
     assert conversations.episode(0).info["refused_requests"] == len(REFUSED) + 5
     assert Letters().decode(ended[0].token_ids).count("<assistant>") == 2
+
+
+CONTEXTS = """
+async def asked(*texts, **parameters):
+    chat = [{"role": "user", "content": text} for text in texts]
+    answer = await client.chat.completions.create(model=model, messages=chat, **parameters)
+    return answer.choices[0].message.content, answer.usage.prompt_tokens
+await turn()
+assert await asked("sum up") == ("b\\2", len("__user>sum up\\2\\n<assistant>"))
+messages.append({"role": "user", "content": "on"})
+await turn()
+others = await asyncio.gather(asked("one"), asked("two"))
+assert sorted(text for text, _ in others) == ["d\\2", "e\\2"]
+messages.append({"role": "user", "content": "more"})
+await turn(tools=[{"type": "function", "function": {"name": "f"}}])
+"""
+
+
+def test_a_rewritten_history_begins_a_context(agent: Any) -> None:
+    """Check a question beside the conversation, which a further context continues with the
+    tokens that were drawn, two parallel questions, and other tools: the tokens of each context, and
+    those that are drawn."""
+    turns = ("a", "b", "c", "d", "e", "f")
+    ended, conversations = agent(CONTEXTS, turns, limit=500)
+    assert conversations.episode(0).failure is None
+    assert conversations.episode(0).score == 0.0 and conversations.episode(1).score == 1.0
+    log_probs = ended[1].log_probs
+    starts = [0, *(i for i, x in enumerate(log_probs) if x == CONTEXT_START), None]
+    texts = [Letters().decode(ended[1].token_ids[a:b]) for a, b in itertools.pairwise(starts)]
+    first = "user>go\2\n<assistant>a\2"
+    assert texts[:3] == [
+        first,
+        "\5\6user>sum up\2\n<assistant>b\2",
+        f"\5\6{first}\n<user>on\2\n<assistant>c\2",
+    ]
+    questions = {f"\5\6user>{name}\2\n<assistant>" for name in ("one", "two")}
+    assert {text.rstrip("de\2") for text in texts[3:5]} == questions
+    assert texts[5].startswith("\5\6tools>[{")
+    assert texts[5].endswith("<user>more\2\n<assistant>f\2")
+    drawn = [t for t, x in zip(ended[1].token_ids, log_probs, strict=True) if x == -1.0]
+    assert Letters().decode(drawn) == "".join(f"{letter}\2" for letter in "abcdef")
+
+
+def test_a_context_that_does_not_fit_ends_the_conversation(agent: Any) -> None:
+    body = "await turn()\nmessages[0]['content'] = 'x' * 60\nawait turn()"
+    ended, conversations = agent(body, limit=80)
+    assert Letters().decode(ended[1].token_ids) == "user>go\2\n<assistant>a\2"
+    assert conversations.episode(1).failure is None
 
 
 def test_other_sampling_parameters_are_ignored_by_a_setting(agent: Any) -> None:
@@ -392,7 +441,7 @@ if is_hostile:
         posts = [asyncio.create_task(http.post(url, json={
             "messages": [{"role": "user", "content": f"go {i}"}]})) for i in range(1000)]
         statuses = [answer.status_code for answer in await asyncio.gather(*posts)]
-        assert sorted(statuses) == [200] + [400] * 999, sorted(statuses)[:5]
+        assert statuses.count(200) == 16 and {*statuses} == {200, 400, 429}, sorted(statuses)
         return 1.0
 await turn()
 """
@@ -402,8 +451,8 @@ def test_no_request_reaches_another_conversation(
     agent: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Check wrong and foreign keys, what is no JSON, bodies of 100 MB, headers without an end, a
-    client that is slow, and a thousand requests at once."""
-    ended, conversations = agent(HOSTILE, as_program=True)
+    client that is slow, and a thousand requests at once, of which 16 have turns."""
+    ended, conversations = agent(HOSTILE, ("a",) * 16, as_program=True, limit=1000)
     assert "warning" not in (error := capfd.readouterr().err), error
     assert conversations.episode(1).info["refused_requests"] > 1000
     assert conversations.episode(0).info["refused_requests"] == 0
