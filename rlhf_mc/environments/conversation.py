@@ -69,6 +69,7 @@ class ConversationState:
             (state.engine >= 0 and all(count >= 0 for count in episode.failed_calls.values()))
             and (episode.max_tokens is None or episode.max_tokens > 0)
             and (turn_ends == sorted(turn_ends) and bounds == sorted(bounds))
+            and {*episode.contexts} <= {*range(len(episode.observations))}
             and all(map(math.isfinite, [*rewards, *episode.info.values(), episode.default_score]))
         )
         if not is_sound:
@@ -199,8 +200,10 @@ class Conversation:
         start = len(self.response.token_ids)
         observation = (start, start + len(reply.token_ids))
         observed = [OBSERVED] * len(reply.token_ids)
+        contexts = [*episode.contexts]
         if reply.is_context:
-            observed[:1] = [CONTEXT_START] * bool(observed)
+            observed[0] = CONTEXT_START
+            contexts.append(len(episode.observations))
         self.episode = Episode(
             rewards,
             {**episode.info, **reply.info},
@@ -209,6 +212,7 @@ class Conversation:
             episode.default_score,
             [*episode.observations, *([observation] if reply.token_ids else [])],
             reply.max_tokens,
+            contexts,
         )
         self.response = replace(
             self.response,

@@ -66,6 +66,8 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.is_fatal and not (self.failed and self.ends):
             raise ValueError("is_fatal without a failure that ends the conversation")
+        if self.is_context and not self.token_ids:
+            raise ValueError("is_context without tokens")
 
 
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):

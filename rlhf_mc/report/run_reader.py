@@ -29,8 +29,8 @@ class Sample:
 
     prompt: str
     turns: Sequence[tuple[str, str]]
-    """Kind ("response", or "observation" of an environment) and text. A response of one turn has
-    one."""
+    """Kind ("response"; "observation" or "context" of an environment) and text. A response of one
+    turn has one."""
     ground_truth: str
     score: float | None
     length: float | None = None

@@ -52,6 +52,8 @@ class Episode:
     """Token range [start, end) of each observation in the response."""
     max_tokens: int | None = None
     """Maximum length of the present turn, by an agent's request; None: that of the settings."""
+    contexts: Sequence[int] = ()
+    """Indices of the observations with which a new context begins."""
 
     @property
     def num_turns(self) -> int:

@@ -90,16 +90,20 @@ def write_samples(
 
 RESPONSE = "response"
 OBSERVATION = "observation"
+CONTEXT = "context"
 
 
 def split_turns(
     tokenizer: PreTrainedTokenizerBase, response: Sequence[int], episode: Episode | None
 ) -> list[tuple[str, str]]:
-    """Return the parts of a response as pairs: RESPONSE or OBSERVATION, and the text. Without an
-    environment there is one."""
+    """Return the parts of a response as pairs: RESPONSE, OBSERVATION or, of an observation that is
+    a new context, CONTEXT, and the text. Without an environment there is one."""
     observations = () if episode is None else episode.observations
     bounds = [0, *itertools.chain.from_iterable(observations), len(response)]
-    kinds = itertools.cycle((RESPONSE, OBSERVATION))
+    kinds = [RESPONSE]
+    for i in range(len(observations)):
+        is_context = episode is not None and i in episode.contexts
+        kinds += [CONTEXT if is_context else OBSERVATION, RESPONSE]
     parts = [
         (kind, response[start:end])
         for kind, (start, end) in zip(kinds, itertools.pairwise(bounds), strict=False)

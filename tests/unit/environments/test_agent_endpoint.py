@@ -23,6 +23,7 @@ from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.pool import EnvironmentPool
 from rlhf_mc.environments.turns import Conversations
+from rlhf_mc.trainer.samples import split_turns
 
 PROGRAM = """
 import asyncio, json, os, sys
@@ -253,6 +254,9 @@ def test_a_rewritten_history_begins_a_context(agent: Any) -> None:
     assert texts[5].endswith("<user>more\2\n<assistant>f\2")
     drawn = [t for t, x in zip(ended[1].token_ids, log_probs, strict=True) if x == -1.0]
     assert Letters().decode(drawn) == "".join(f"{letter}\2" for letter in "abcdef")
+    turns = split_turns(Letters(), ended[1].token_ids, conversations.episode(1))  # type: ignore[arg-type]
+    assert [kind for kind, _ in turns[::2]] == ["observation", *["context"] * 5]
+    assert {kind for kind, _ in turns[1::2]} == {"response"}
 
 
 def test_a_context_that_does_not_fit_ends_the_conversation(agent: Any) -> None:
