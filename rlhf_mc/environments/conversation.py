@@ -200,10 +200,10 @@ class Conversation:
         start = len(self.response.token_ids)
         observation = (start, start + len(reply.token_ids))
         observed = [OBSERVED] * len(reply.token_ids)
-        contexts = [*episode.contexts]
+        contexts = episode.contexts
         if reply.is_context:
             observed[0] = CONTEXT_START
-            contexts.append(len(episode.observations))
+            contexts = [*contexts, len(episode.observations)]
         self.episode = Episode(
             rewards,
             {**episode.info, **reply.info},
