@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
+from rlhf_mc.environments import agent_messages
 from rlhf_mc.environments.agent_program import load_agent
 from rlhf_mc.environments.agent_requests import (
     ChatRequest,
@@ -40,6 +41,7 @@ _MOST_BODY_BYTES = 1 << 23
 _MOST_FILES = 1 << 16
 _MOST_READ = 8
 _MOST_PARALLEL = 16
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class AgentEnvironment:
@@ -276,14 +278,18 @@ class AgentServer:
             async with agent.reading:
                 body = parsed_json(await request.read() or b"{}")
             match request.match_info["path"]:
-                case "chat/completions":
+                case "chat/completions" | "messages" as path:
+                    is_messages = path == "messages"
                     ignores = self.cfg.other_sampling == "ignore"
+                    body = agent_messages.chat_body(body) if is_messages else body
                     chat, num_ignored = chat_request(body, agent.sampling, ignores)
                     agent.info["ignored_parameters"] += num_ignored
                     answer = await agent.answer(chat)
+                    answer = agent_messages.message_body(answer) if is_messages else answer
                     if not chat.stream:
                         return _json(answer)
-                    return _response(completion_events(answer), "text/event-stream")
+                    events = agent_messages.message_events if is_messages else completion_events
+                    return _response(events(answer), "text/event-stream")
                 case "score":
                     agent.score(body)
                     return _json({})
@@ -321,6 +327,7 @@ def _response(body: bytes, kind: str, status: int = 200) -> web.Response:
 
 
 def _refusal(error: RefusedError) -> web.Response:
-    """Return a refusal in OpenAI's form."""
-    fields = {"message": str(error), "type": "invalid_request_error", "code": error.code}
-    return _json({"error": fields}, error.status)
+    """Return a refusal in a form that is OpenAI's and Anthropic's."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    fields = {"message": str(error), "type": kind, "code": error.code}
+    return _json({"type": "error", "error": fields}, error.status)

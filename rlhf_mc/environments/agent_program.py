@@ -45,6 +45,8 @@ async def _run_program(
     """Run a program, with the row as JSON on its standard input. Raise Failure unless it exits
     with 0."""
     variables = {f"OPENAI_{name.upper()}": value for name, value in settings.items()}
+    for name, value in settings.items():  # Anthropic's clients add /v1 themselves
+        variables[f"ANTHROPIC_{name.upper()}"] = value.removesuffix("/v1")
     with open(os.memfd_create("row"), "w+b") as file:
         file.write(json.dumps(row, default=str).encode())
         file.seek(0)

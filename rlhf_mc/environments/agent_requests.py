@@ -5,6 +5,7 @@ Neither torch nor numpy is imported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -25,12 +26,16 @@ _READ = (
 _ONLY: Mapping[str, Sequence[Any]] = {
     "n": (1,),
     "stop": ([], ""),
+    "stop_sequences": ([],),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
 }
 """Values of parameters whose other values ask for another kind of answer."""
-_NEUTRAL: Mapping[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+_NEUTRAL: Mapping[str, Any] = {
+    **{"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}},
+    "thinking": {"type": "disabled"},
+}
 """Values of sampling parameters that change nothing."""
 
 
@@ -160,7 +165,7 @@ def rendered(message: _Message) -> dict[str, Any]:
                 "id": call.id,
                 "function": {
                     "name": call.function.name,
-                    "arguments": _parsed(call.function.arguments),
+                    "arguments": arguments_of(call.function.arguments),
                 },
             }
             for call in message.tool_calls
@@ -171,16 +176,17 @@ def rendered(message: _Message) -> dict[str, Any]:
 def digest(message: Any) -> int:
     """Return a digest of what a message says, with its arguments written in any way."""
     fields = rendered(msgspec.convert(message, _Message, from_attributes=True))
-    return hash(msgspec.json.encode(fields, order="sorted"))
+    # JavaScript writes 1.0 as 1
+    return hash(re.sub(rb"(?<=\d)\.0(?=[],}])", b"", msgspec.json.encode(fields, order="sorted")))
 
 
-def _parsed(arguments: str) -> Any:
+def arguments_of(text: str) -> dict[str, Any] | str:
     """Return the arguments of a call: those of an object as a mapping, else the text."""
     try:
-        values = msgspec.json.decode(arguments)
+        values = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        return arguments
-    return values if isinstance(values, dict) and not _is_deep(values) else arguments
+        return text
+    return values if isinstance(values, dict) and not _is_deep(values) else text
 
 
 # ---------------------------------------------------------------- answers
