@@ -66,9 +66,9 @@ def _chat_messages(message: _Message) -> list[dict[str, Any]]:
     """Return OpenAI's messages for one of Anthropic's: each tool result is a message."""
     messages: list[dict[str, Any]] = []
     calls = []
-    blocks = message.content
-    texts = [blocks] if isinstance(blocks, str) else []
-    for block in () if isinstance(blocks, str) else blocks:
+    texts = []
+    text_alone = [{"type": "text", "text": message.content}]
+    for block in text_alone if isinstance(message.content, str) else message.content:
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
@@ -81,8 +81,7 @@ def _chat_messages(message: _Message) -> list[dict[str, Any]]:
                 problem = "the model reads and writes text, tool_use and tool_result alone"
                 raise RefusedError(f"a block is {one_line(repr(block), 80)}; {problem}")
     if texts or not messages:
-        fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
-        messages.append({"role": message.role, "content": "".join(texts), **fields})
+        messages.append({"role": message.role, "content": "".join(texts), "tool_calls": calls})
     return messages
 
 

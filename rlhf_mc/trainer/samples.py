@@ -4,6 +4,7 @@ something else."""
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -48,9 +49,12 @@ def write_samples(
 ) -> None:
     """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names
     them; data_source, length in tokens, parts (each part's contribution to the score), extra
-    (further numbers of the reward functions) and failure (why there is no score, or null); of a
-    conversation turns, as `split_turns` has them. batch: of these responses, for tokens, as
-    `token_columns` has them; None: without. One rank calls it.
+    (further numbers of the reward functions) and failure (why there is no score, or null); row, as
+    `row_digest` has it; weights_step, the step after which the weights drew the first token;
+    prompt_ids and response_ids; of a conversation turns, as `split_turns` has them, and
+    observations, the token ranges of the response that the model has not drawn. batch: of these
+    responses, in training; with its advantages also tokens, as `token_columns` has them. One rank
+    calls it.
 
     A file of the same step, from before a resume, is replaced."""
     inputs = tokenizer.batch_decode(
@@ -61,15 +65,16 @@ def write_samples(
     )
     tokens = (
         [{}] * len(prompts)
-        if batch is None
+        if batch is None or batch.advantages is None
         else [{"tokens": columns} for columns in token_columns(tokenizer, batch)]
     )
+    steps = [step] * len(prompts) if batch is None else weights_steps(step, batch)
     directory.mkdir(parents=True, exist_ok=True)
     path = samples_path(directory, step)
     unfinished = path.with_suffix(".jsonl.part")
     with unfinished.open("w", encoding="utf-8") as file:
-        columns = zip(prompts, inputs, outputs, responses, scores, tokens, strict=True)
-        for prompt, text, output, response, score, more in columns:
+        columns = zip(prompts, inputs, outputs, responses, scores, tokens, steps, strict=True)
+        for prompt, text, output, response, score, more, weights_step in columns:
             row = {
                 "input": text,
                 "output": output,
@@ -81,11 +86,33 @@ def write_samples(
                 "parts": dict(score.parts),
                 "extra": dict(score.extra),
                 "failure": score.failure,
+                "row": row_digest(prompt),
+                "weights_step": weights_step,
+                "prompt_ids": prompt.token_ids.tolist(),
+                "response_ids": [*response],
             }
             if score.episode is not None:
                 row["turns"] = split_turns(tokenizer, response, score.episode)
+                row["observations"] = score.episode.observations
             file.write(json_files.readable_text(row | more) + "\n")
     unfinished.replace(path)
+
+
+def row_digest(prompt: Prompt) -> str:
+    """Return the SHA-256 of a row of the dataset: of its data source, prompt, ground truth and
+    extra info."""
+    chat = [dict(message) for message in prompt.messages] or prompt.token_ids.tolist()
+    fields = (prompt.data_source, chat, prompt.ground_truth, prompt.extra_info)
+    return hashlib.sha256(repr(fields).encode(errors="backslashreplace")).hexdigest()
+
+
+def weights_steps(step: int, batch: RaggedBatch) -> list[int]:
+    """Return for each response of a training step the step after which the weights drew its first
+    token."""
+    if batch.token_ages is None:
+        return [step - 1] * batch.num_sequences
+    ages = batch.token_ages.split(batch.response_lens.tolist())
+    return [step - 1 - int(part.max()) for part in ages]
 
 
 RESPONSE = "response"

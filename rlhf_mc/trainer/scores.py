@@ -346,7 +346,8 @@ def record_samples(
     state.scores = scores
     if run.groups.rank == 0:
         directory = run.config.trainer.rollout_data_dir
-        keep_samples(run.tokenizer, directory, state.step, prompts, batch.responses(), scores)
+        responses = batch.responses()
+        keep_samples(run.tokenizer, directory, state.step, prompts, responses, scores, batch)
 
 
 def record_tokens(run: Run, state: StepState, batch: RaggedBatch) -> None:
