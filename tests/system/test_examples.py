@@ -12,6 +12,7 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any
 
+import export_conversations
 import forked
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -183,7 +184,7 @@ AGENT = [
 
 def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
     """Check games of the quickstart's model, which knows numbers of two digits and no game. The
-    agent's are those of the environment, token by token."""
+    agent's are those of the environment, token by token, and are exported as messages."""
     arguments = [*quickstart_overrides, *SHORT, *SMALL, "trainer.test_freq=2"]
     games = []
     for name, overrides in (("environment", []), ("agent", AGENT)):
@@ -208,6 +209,17 @@ def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
             ]
         )
     assert games[0] == games[1]
+    output = tmp_path / "games.jsonl"
+    export_conversations.export(tmp_path / "agent", None, -1.0, output)
+    for line in map(json.loads, output.read_text().splitlines()):
+        question, *rest = line["messages"]
+        assert question["content"].startswith("What is") and not line["tools"]
+        assert {one["content"] for one in rest[1::2]} <= {
+            "higher",
+            "lower",
+            "a number from 1 to 15",
+        }
+        assert {one["role"] for one in rest[::2]} == {"assistant"} and line["weights_step"] == 0
 
 
 WRONG = "This is wrong. Try again."
