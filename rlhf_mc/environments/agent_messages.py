@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from rlhf_mc.config.masking import one_line
-from rlhf_mc.environments.agent_requests import RefusedError, arguments_of
+from rlhf_mc.environments.agent_requests import RefusedError, parsed_arguments
 
 _INVALID = "INVALID_JSON"
 """Key of arguments that are no JSON object, as Anthropic's documentation has it."""
@@ -100,7 +100,7 @@ def message_body(body: Mapping[str, Any]) -> dict[str, Any]:
     text = choice["message"]["content"]
     content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
     for call in choice["message"].get("tool_calls", ()):
-        values = arguments_of(call["function"]["arguments"])
+        values = parsed_arguments(call["function"]["arguments"])
         inputs = {_INVALID: values} if isinstance(values, str) else values
         block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
         content.append({**block, "input": inputs})

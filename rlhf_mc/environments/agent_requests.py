@@ -165,7 +165,7 @@ def rendered(message: _Message) -> dict[str, Any]:
                 "id": call.id,
                 "function": {
                     "name": call.function.name,
-                    "arguments": arguments_of(call.function.arguments),
+                    "arguments": parsed_arguments(call.function.arguments),
                 },
             }
             for call in message.tool_calls
@@ -180,7 +180,7 @@ def digest(message: Any) -> int:
     return hash(re.sub(rb"(?<=\d)\.0(?=[],}])", b"", msgspec.json.encode(fields, order="sorted")))
 
 
-def arguments_of(text: str) -> dict[str, Any] | str:
+def parsed_arguments(text: str) -> dict[str, Any] | str:
     """Return the arguments of a call: those of an object as a mapping, else the text."""
     try:
         values = msgspec.json.decode(text)

@@ -29,6 +29,7 @@ from rlhf_mc.config.schema import CustomRewardFunctionConfig
 from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.pool import EnvironmentPool
 from rlhf_mc.environments.protocol import Completion, StepResult, ToolCall
+from rlhf_mc.report.run_reader import read_run
 from rlhf_mc.rewards.scoring import load_reward_function
 
 pytestmark = pytest.mark.system
@@ -209,11 +210,18 @@ def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
             ]
         )
     assert games[0] == games[1]
+    sample = read_run(tmp_path / "agent").training[1][0]
+    assert sample.prompt.endswith("=") and sample.turns[0] == (
+        "observation",
+        f"{sample.prompt}<|assistant|>",
+    )
     output = tmp_path / "games.jsonl"
     export_conversations.export(tmp_path / "agent", None, -1.0, output)
-    for line in map(json.loads, output.read_text().splitlines()):
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert lines
+    for line in lines:
         question, *rest = line["messages"]
-        assert question["content"].startswith("What is") and not line["tools"]
+        assert question["content"].endswith("=") and not line["tools"]
         assert {one["content"] for one in rest[1::2]} <= {
             "higher",
             "lower",
