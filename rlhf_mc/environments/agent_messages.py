@@ -25,10 +25,10 @@ class _Message(msgspec.Struct):
     content: _Content
 
 
-class _Tool(msgspec.Struct):
+class _Tool(msgspec.Struct, kw_only=True):
     name: str
-    parameters: dict[str, Any] = msgspec.field(name="input_schema")
     description: str = ""
+    parameters: dict[str, Any] = msgspec.field(name="input_schema")
 
 
 class _Request(msgspec.Struct):

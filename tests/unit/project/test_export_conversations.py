@@ -21,26 +21,25 @@ from rlhf_mc.rewards.results import Episode, Score
 from rlhf_mc.trainer.samples import write_samples
 
 TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-{{ messages[0].content if messages[0].role == "system" else "Help." }}
-<tools>{% for tool in tools %}
-{{ tool | tojson }}{% endfor %}
-</tools><|im_end|>
-{% elif messages[0].role == "system" %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
-{%- for message in messages %}{% if message.role == "tool" %}
-{%- if messages[loop.index0 - 1].role != "tool" %}<|im_start|>user{% endif %}
-<tool_response>
-{{ message.content }}
-</tool_response>{% if loop.last or messages[loop.index].role != "tool" %}<|im_end|>
-{% endif %}
-{%- elif message.role != "system" %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or () %}<tool_call>{{ call.function.name }}
-{%- endfor %}<|im_end|>
-{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{%- if tools %}{{ "<|im_start|>system\\n" }}
+{{- messages[0].content if messages[0].role == "system" else "Help." }}
+{{- "\\n<tools>" }}{% for tool in tools %}{{ "\\n" ~ (tool | tojson) }}{% endfor %}
+{{- "\\n</tools><|im_end|>\\n" }}
+{%- elif messages[0].role == "system" %}
+{{- "<|im_start|>system\\n" ~ messages[0].content ~ "<|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}
+{{- "<|im_start|>user" if messages[loop.index0 - 1].role != "tool" else "" }}
+{{- "\\n<tool_response>\\n" ~ message.content ~ "\\n</tool_response>" }}
+{{- "<|im_end|>\\n" if loop.last or messages[loop.index].role != "tool" else "" }}
+{%- elif message.role != "system" %}
+{{- "<|im_start|>" ~ message.role ~ "\\n" ~ message.content }}
+{%- for call in message.tool_calls or () %}{{ "<tool_call>" ~ call.function.name }}{% endfor %}
+{{- "<|im_end|>\\n" }}
+{%- endif %}
+{%- endfor %}
+{{- "<|im_start|>assistant\\n" if add_generation_prompt else "" }}"""
 """In the form of Qwen's: answers of tools are parts of one message of the user."""
 TOOL = {"type": "function", "function": {"name": "add", "description": "{", "parameters": {}}}
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?\n2+2?"}]
