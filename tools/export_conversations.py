@@ -11,7 +11,8 @@ A line has `messages`; `tools`, if there are any; `score`; `step`; `row`, a dige
 row; `weights_step`, the step after which the weights drew the first token; and the tokens as they
 were: `prompt_ids`, `response_ids`, and `response_mask` with 1 for drawn ones. Messages are found by
 the texts that the chat template writes around contents. The model's are what it has drawn, calls of
-tools included. Conversations with other texts, and ones that are cut off, are left out.
+tools included. Each context of an agent is a conversation. Those with other texts, and ones that
+are cut off, are left out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,18 @@ LATER = [("tool",) * n + ("user",) * m for n in reversed(range(9)) for m in (2, 
 
 CALL = {"type": "function", "id": "call00000", "function": {"name": "tool", "arguments": {}}}
 KEYS = ("score", "step", "data_source", "row", "weights_step", "prompt_ids", "response_ids")
+
+
+def contexts(row: Row) -> Iterator[Row]:
+    """Yield a sample for each context: of a further one all tokens are those of the response."""
+    observations = row.get("observations", [])
+    starts = [0, *(observations[i][0] for i in row.get("contexts", []))]
+    ends = [*starts[1:], len(row["response_ids"])]
+    for start, end in zip(starts, ends, strict=True):
+        within = [(a - start, b - start) for a, b in observations if start <= a < end]
+        prompt = [] if start else row["prompt_ids"]
+        tokens = row["response_ids"][start:end]
+        yield {**row, "observations": within, "prompt_ids": prompt, "response_ids": tokens}
 
 
 class Splitter:
@@ -139,13 +153,14 @@ def export(root: Path, samples: Path | None, above: float, output: Path) -> None
     tokenizer = load_tokenizer(path, "model.path", cfg.data.chat_template_path)
     splitter = Splitter(tokenizer, cfg.data.apply_chat_template_kwargs)
     good = [row for row in rows if row["failure"] is None and row["score"] > above]
-    lines = [line for line in map(splitter.line, good) if line is not None]
+    all_contexts = [context for row in good for context in contexts(row)]
+    lines = [line for line in map(splitter.line, all_contexts) if line is not None]
     try:
         output.write_text("".join(f"{json_files.readable_text(line)}\n" for line in lines), "utf-8")
     except OSError as error:
         raise UserError(f"{output}: {error_reason(error)}") from error
-    number = f"{len(lines)} conversations of {len(good)} that score above {above:g}"
-    print(f"{output}: {number}, of {len(rows)}")
+    number = f"{len(lines)} conversations of {len(all_contexts)} that score above {above:g}"
+    print(f"{output}: {number}, of {len(rows)} responses")
 
 
 def main() -> int:

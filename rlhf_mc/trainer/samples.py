@@ -52,7 +52,8 @@ def write_samples(
     (further numbers of the reward functions) and failure (why there is no score, or null); row, as
     `row_digest` has it; weights_step, the step after which the weights drew the first token;
     prompt_ids and response_ids; of a conversation turns, as `split_turns` has them, and
-    observations, the token ranges of the response that the model has not drawn. batch: of these
+    observations, the token ranges of the response that the model has not drawn, and contexts, the
+    indices of those with which a new context begins. batch: of these
     responses, in training; with its advantages also tokens, as `token_columns` has them. One rank
     calls it.
 
@@ -96,6 +97,7 @@ def write_samples(
             if score.episode is not None:
                 row["turns"] = split_turns(tokenizer, response, score.episode)
                 row["observations"] = score.episode.observations
+                row["contexts"] = score.episode.contexts
             file.write(json_files.readable_text(row | more) + "\n")
     unfinished.replace(path)
 

@@ -57,11 +57,17 @@ so?<|im_end|>
 <|im_start|>assistant
 """
 
+AGAIN = """
+<|im_start|>user
+sure?<|im_end|>
+<|im_start|>assistant
+"""
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the samples of a run: an agent with tools, twice, one response that is cut off, and one
-    without an end of its observation."""
+    """Write the samples of a run: an agent with tools, twice, one response that is cut off, one
+    without an end of its observation, and one whose second context continues its first turn."""
     root = tmp_path_factory.mktemp("run")
     tokenizer = make_tokenizer(root / "model")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -80,13 +86,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [asked, ids(f"{CALLS}<|im_end|>"), ids(ANSWERS), ids("4<|im_end|>")],
         [asked, ids(f"{CALLS}<|im_end|>"), ids(ANSWERS), ids("4, of")],
         [asked, ids(f"{CALLS}<|im_end|>"), ids("4?"), ids("4<|im_end|>")],
+        [
+            asked,
+            ids("2<|im_end|>"),
+            [prompt, *asked, *ids("2<|im_end|>"), *ids(AGAIN)],
+            ids("4<|im_end|>"),
+        ],
     ]
     rows: list[tuple[Prompt, Generation, Score]] = []
     for number, parts in enumerate([conversations[0], *conversations]):
         bounds = [0, *itertools.accumulate(map(len, parts))]
         log_probs = [(-1.0, OBSERVED)[i % 2 == 0] for i, part in enumerate(parts) for _ in part]
         observations = [(bounds[i], bounds[i + 1]) for i in (0, 2)]
-        episode = Episode([(0, 1.0)], {}, {}, None, 0.0, observations)
+        episode = Episode([(0, 1.0)], {}, {}, None, 0.0, observations, contexts=[1] * (number == 4))
         row = Prompt(number, np.array([prompt], np.int32), "sums", number // 2, messages=ASKED)
         generation = Generation(list(itertools.chain(*parts)), log_probs, True)
         rows.append((row, generation, Score(float(number > 0), episode=episode)))
@@ -108,8 +120,18 @@ def written(root: Path, above: float) -> list[dict[str, Any]]:
 def test_conversations_above_a_score_are_messages(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (line,) = written(root, 0.5)
-    assert "1 conversations of 3 that score above 0.5, of 4" in capsys.readouterr().out
+    line, *contexts = written(root, 0.5)
+    said = "3 conversations of 5 that score above 0.5, of 5 responses"
+    assert said in capsys.readouterr().out
+    talk = [
+        *ASKED,
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "4"},
+    ]
+    assert [context["messages"] for context in contexts] == [talk[:3], talk]
+    assert [len(context["prompt_ids"]) for context in contexts] == [1, 0]
+    assert contexts[1]["response_mask"][-2:] == [1, 1]
     assert line["messages"] == [
         *ASKED,
         {"role": "assistant", "content": CALLS},
@@ -128,11 +150,11 @@ def test_conversations_above_a_score_are_messages(
 
 def test_lines_name_row_and_weights(root: Path) -> None:
     """Check two responses to one row, whose tokens are drawn by weights of several steps."""
-    first, second = written(root, -1)
+    first, second, *_ = written(root, -1)
     assert first["row"] == second["row"] and len(first["row"]) == 64
     assert first["weights_step"] < second["weights_step"] < 8
     rows = (root / "train_generations" / "9.jsonl").read_text().splitlines()
-    assert len({json.loads(row)["row"] for row in rows}) == 2
+    assert len({json.loads(row)["row"] for row in rows}) == 3
 
 
 def test_what_cannot_be_read_is_one_line(root: Path, tmp_path: Path) -> None:
