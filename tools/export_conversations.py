@@ -43,7 +43,7 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 MARK = "\ue000"
 """Stands for a content in a rendered conversation."""
-QUESTIONS = [("user", "assistant") * n + ("user",) for n in reversed(range(4))]
+QUESTIONS = [("user", "assistant") * n + ("user",) for n in reversed(range(17))]
 FIRST = [*(("system", *roles) for roles in QUESTIONS), *QUESTIONS]
 """Roles of the messages before the first turn; long ones first, for a text of several messages
 looks like one of fewer too."""
@@ -74,6 +74,8 @@ class Splitter:
         self._tokenizer = tokenizer
         self._arguments = arguments
         self._pattern = functools.cache(self._new_pattern)
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {number: token.content for number, token in added if token.special}
 
     def line(self, row: Row) -> Row | None:
         """Return the line of a sample; None if it is not to be written."""
@@ -88,17 +90,18 @@ class Splitter:
             tokens = [next(ids) for _ in group]
             text = str(self._tokenizer.decode(tokens))
             if is_drawn:
-                is_complete = tokens[-1] in self._tokenizer.all_special_ids
-                stop = str(self._tokenizer.decode(tokens[-1:])) if is_complete else ""
+                stop = self._special.get(tokens[-1], "")
                 messages.append({"role": "assistant", "content": text.removesuffix(stop)})
                 continue
             tools = tools or json.dumps(schemas(text))
             for roles in LATER if messages else FIRST:
-                if found := self._pattern(roles, stop, tools).fullmatch(text):
+                found = self._pattern(roles, stop, tools).fullmatch(text)
+                contents = found.groups() if found else ()
+                if found and not any(map("".join(contents).count, self._special.values())):
                     break
             else:
                 return None
-            pairs = zip(roles, found.groups(), strict=True)
+            pairs = zip(roles, contents, strict=True)
             messages += [{"role": role, "content": content} for role, content in pairs]
         if not (is_drawn and stop):
             return None
@@ -166,7 +169,7 @@ def export(root: Path, samples: Path | None, above: float, output: Path) -> None
 def main() -> int:
     """Write the file. Return the exit code."""
     parser = Parser(__doc__)
-    score = finite_number(-1e38, "a score, such as 0.5")
+    score = finite_number(-1e38, "points, such as 0.5")
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("--above", required=True, type=score, metavar="SCORE")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl")

@@ -67,7 +67,7 @@ sure?<|im_end|>
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the samples of a run: an agent with tools, twice, one response that is cut off, one
-    without an end of its observation, and one whose second context continues its first turn."""
+    with a control token in a message, and one whose second context continues its first turn."""
     root = tmp_path_factory.mktemp("run")
     tokenizer = make_tokenizer(root / "model")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -82,10 +82,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ASKED, tools=[TOOL], tokenize=False, add_generation_prompt=True
     )
     prompt, *asked = ids(str(first))
+    written_out = ids(ANSWERS.replace("so?", "so?<|im_end|>"))
     conversations = [
         [asked, ids(f"{CALLS}<|im_end|>"), ids(ANSWERS), ids("4<|im_end|>")],
         [asked, ids(f"{CALLS}<|im_end|>"), ids(ANSWERS), ids("4, of")],
-        [asked, ids(f"{CALLS}<|im_end|>"), ids("4?"), ids("4<|im_end|>")],
+        [asked, ids(f"{CALLS}<|im_end|>"), written_out, ids("4<|im_end|>")],
         [
             asked,
             ids("2<|im_end|>"),
