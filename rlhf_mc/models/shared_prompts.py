@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.transformer.attention import Attention
+from torch.nn.functional import embedding_bag
 
 from rlhf_mc import platform
 from rlhf_mc.data.balance import is_worth_sharing
@@ -27,54 +28,34 @@ class Reads:
 
     index: torch.Tensor
     """[N] int64: the token that each place reads."""
-    first: torch.Tensor
-    """[F] int64: the first place of each token that is read, by token."""
-    repeated: torch.Tensor
-    """[P] int64: the tokens that several places read, by decreasing number of places."""
-    later: tuple[torch.Tensor, ...]
-    """The second places of the first tokens of `repeated`, the third ones, ...: [<= P] int64."""
+    places: torch.Tensor
+    """[N] int64: the places, by token."""
+    starts: torch.Tensor
+    """[U] int64: the start of each token's places in `places`."""
 
     @staticmethod
-    def of(index: np.ndarray) -> Reads:
-        """Return the description of index [N] int64."""
-        order = index.argsort(kind="stable")
-        tokens, starts, counts = np.unique(index[order], return_index=True, return_counts=True)
-        repeated = np.flatnonzero(counts > 1)
-        repeated = repeated[(-counts[repeated]).argsort(kind="stable")]
-        later = [
-            order[starts[repeated[counts[repeated] > k]] + k]
-            for k in range(1, counts.max(initial=1))
-        ]
-        arrays = [index, order[starts], tokens[repeated], *later]
-        index_, first, repeated_, *rest = platform.to_device([*map(torch.from_numpy, arrays)])
-        return Reads(index_, first, repeated_, tuple(rest))
+    def of(index: np.ndarray, num_tokens: int) -> Reads:
+        """Return the description of index [N] int64, of U tokens."""
+        counts = np.bincount(index, minlength=num_tokens)
+        arrays = (index, index.argsort(kind="stable"), counts.cumsum() - counts)
+        return Reads(*platform.to_device([*map(torch.from_numpy, arrays)]))
 
 
 class _Read(torch.autograd.Function):
-    """x [U, ...] at the places [N, ...]. The gradients of a token that several places read are
-    added in float32 at least, in the order of the places: index_add would round after each, and has
-    no fixed order on a GPU."""
+    """x [U, ...] at the places [N, ...]. embedding_bag adds the gradients of a token that several
+    places read in float32 at least, in the order of the places: index_add would round after each,
+    and has no fixed order on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, reads: Reads) -> torch.Tensor:
         ctx.reads = reads
-        ctx.size = len(x)
         return x.index_select(0, reads.index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         reads = ctx.reads
-        out = grad.index_select(0, reads.first)
-        if len(out) < ctx.size:
-            tokens = reads.index.index_select(0, reads.first)
-            out = grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, tokens, out)
-        if reads.later:
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            total = out.index_select(0, reads.repeated).to(wide)
-            for places in reads.later:
-                total[: len(places)] += grad.index_select(0, places)
-            out.index_copy_(0, reads.repeated, total.to(grad.dtype))
-        return out, None
+        out = embedding_bag(reads.places, grad.flatten(1), reads.starts, mode="sum")
+        return out.unflatten(1, grad.shape[1:]), None
 
 
 def read(x: torch.Tensor, reads: Reads) -> torch.Tensor:
@@ -104,11 +85,13 @@ class SharedRows:
     """The N row tokens and U unique tokens of a micro-batch. A prompt's tokens are owned by the
     first of its sequences."""
 
-    rows: Reads
-    """The unique token of each row token. `first`: the owner of each unique token."""
     logits: Reads
     """The unique tokens of the logit positions: the last one of a prompt predicts the first token
     of each response."""
+    rows: Reads
+    """The unique token of each row token."""
+    owners: torch.Tensor
+    """[U] int64: the row token that owns each unique token."""
     sources: torch.Tensor
     """[N] int64: MicroBatch.sources of the row tokens; empty where these are not asked for."""
     nodes: torch.Tensor
@@ -147,14 +130,14 @@ class SharedRows:
         members[count, 2 * owner] = 1.0
         members[count, 2 * count + 1] = 1.0
         owners = row_token[~is_copy]
-        arrays = (sources, (2 * sequence + ~is_prompt)[owners], members)
+        arrays = (owners, sources, (2 * sequence + ~is_prompt)[owners], members)
         logits = rows[positions]
         return (
             owners,
             logits,
             SharedRows(
-                Reads.of(rows),
-                Reads.of(logits),
+                Reads.of(logits, len(owners)),
+                Reads.of(rows, len(owners)),
                 *platform.to_device([*map(torch.from_numpy, arrays)]),
             ),
         )
@@ -173,7 +156,7 @@ class SharedRows:
             hooks = torch.autograd.graph.saved_tensors_hooks(gather.pack, gather.unpack)
         with hooks:
             out = mixer(*rows)
-        owned: torch.Tensor = _Owned.apply(out, self.rows.first)
+        owned: torch.Tensor = _Owned.apply(out, self.owners)
         return owned
 
 

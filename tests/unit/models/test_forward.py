@@ -185,7 +185,7 @@ def test_shared_prompts_are_packed_once(multiple_of: int, at_last_token: bool) -
     assert micro.response_index.tolist() == plain.response_index.tolist()
     before = micro.tokens[0, micro.logit_positions]
     assert before.tolist() == plain.tokens[0, plain.logit_positions].tolist()
-    assert rows[shared.rows.first].tolist() == list(range(length))
+    assert rows[shared.owners].tolist() == list(range(length))
     assert micro.sources is not None and plain.sources is not None
     assert shared.sources[:tokens].tolist() == plain.sources.tolist()
     # Each unique token counts in as many sequences as have it.
@@ -232,7 +232,7 @@ def test_gradients_of_shared_tokens_are_added_in_float32() -> None:
     """Add 256 to 1 in bfloat16, which has 8 bits: one by one, each addition of 1 is lost."""
     index = np.array([1, 1, 0, 1, 1])
     x = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
-    out = read(x, Reads.of(index))
+    out = read(x, Reads.of(index, 3))
     grad = torch.tensor([[256.0], [1.0], [5.0], [1.0], [1.0]]).expand(5, 2).bfloat16()
     out.backward(grad)
     assert x.grad is not None
