@@ -15,7 +15,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.algorithm_schema import RouterReplayMode
 from rlhf_mc.config.errors import NodeError, UserError, error_prefix, error_reason
 from rlhf_mc.config.roles import has_reference_model, uses_critic
-from rlhf_mc.config.schema import Config, reward_models, teachers
+from rlhf_mc.config.schema import Config, reward_models, teacher_paths
 
 
 def model_shapes(cfg: Config) -> dict[str, tuple[str, ModelShape]]:
@@ -33,9 +33,9 @@ def model_shapes(cfg: Config) -> dict[str, tuple[str, ModelShape]]:
     for role, scorer in reward_models(cfg).items():
         key = f"{role}.model_path"
         roles[role] = (key, _shape(key, str(scorer.model_path), value_head=True))
-    for role, teacher in teachers(cfg).items():
+    for role, path in teacher_paths(cfg).items():
         key = f"{role}.model_path"
-        roles[role] = (key, _shape(key, teacher.model_path))
+        roles[role] = (key, _shape(key, path))
     return roles
 
 

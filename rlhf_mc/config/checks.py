@@ -17,17 +17,17 @@ from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.roles import (
     PASSES,
     absent_roles,
+    has_ref_pass,
     has_rollout_pool,
     in_rollout_pool,
     mini_batch_sizes,
     num_rollout_ranks,
     num_training_ranks,
-    reference_is_actor,
     saves_checkpoints,
+    shared_models,
     shares_weights,
     tokens_on_rank,
     uses_critic,
-    uses_reference,
 )
 from rlhf_mc.config.schema import (
     Config,
@@ -100,11 +100,6 @@ def _pools(cfg: Config) -> Iterator[str]:
         yield (
             "health.out_of_memory is halve_tokens and resource_pools is set; ranks of the rollout "
             "pool do not repeat updates: set it to stop"
-        )
-    if reference_is_actor(cfg) and cfg.ref.pool == "rollout":
-        yield (
-            f"ref.pool is rollout and actor.lora.rank is {cfg.actor.lora.rank}; the reference is "
-            "the actor without its adapters, on the ranks of resource_pools.train: remove it"
         )
 
 
@@ -225,14 +220,6 @@ def _adapters(cfg: Config) -> Iterator[str]:
             f"{key} actor.moe_router_bias_update_rate is {cfg.actor.moe_router_bias_update_rate}; "
             "routers are frozen: set it to 0"
         )
-    names = ["strategy", *(f"megatron.{name}" for name in vars(cfg.ref.megatron))]
-    for name in names if uses_reference(cfg) else ():
-        here = get_setting(cfg, f"ref.{name}")
-        if here != get_setting(cfg, f"actor.{name}"):
-            yield (
-                f"{key} ref.{name} is {here}; the reference is the actor without its adapters: "
-                "remove it"
-            )
 
 
 def _engine(cfg: Config) -> Iterator[str]:
@@ -263,7 +250,7 @@ def _token_budgets(cfg: Config) -> Iterator[str]:
     prompt = cfg.data.max_prompt_length
     response = cfg.data.max_response_length
     longest = prompt + response
-    absent = [f"{role}." for role in absent_roles(cfg)]
+    absent = [f"{role}." for role in absent_roles(cfg)] + ["ref."] * (not has_ref_pass(cfg))
     # A reward model with a tokenizer of its own truncates what it reads.
     absent += [
         f"{role}."
@@ -271,10 +258,11 @@ def _token_budgets(cfg: Config) -> Iterator[str]:
         if section.tokenizer_path is not None
     ]
     passes = (*PASSES.values(), "teacher_model.log_prob")
+    models = {"rollout": "actor", **shared_models(cfg)}
     for key in (f"{name}_max_token_len_per_gpu" for name in expand_named_models(cfg, passes)):
         budget = get_setting(cfg, key)
         role = key.rpartition(".")[0]
-        cp = layouts(cfg)["actor" if role == "rollout" else role].context_parallel_size
+        cp = layouts(cfg)[models.get(role, role)].context_parallel_size
         if budget < tokens_on_rank(longest, cp) and not key.startswith(tuple(absent)):
             share = (
                 f", of which each of {cp} ranks has {tokens_on_rank(longest, cp)}" if cp > 1 else ""
@@ -376,7 +364,7 @@ def _health(cfg: Config) -> Iterator[str]:
             "trainer.save_freq of at least 1"
             f" (now {cfg.trainer.save_freq})"
         )
-    if health.enable and health.kl_coef is not None and not uses_reference(cfg):
+    if health.enable and health.kl_coef is not None and not has_ref_pass(cfg):
         yield (
             f"health.kl_coef is {health.kl_coef}; that needs a KL term: algorithm.use_kl_in_reward "
             "or actor.use_kl_loss: true"

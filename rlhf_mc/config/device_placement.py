@@ -44,16 +44,17 @@ offloaded, and the engine's sleep skips them."""
 Row = Mapping[str, frozenset[str]]
 
 
-def parts_on_device(phase: str, reference_is_actor: bool = False) -> Row | None:
+def parts_on_device(phase: str, shared: Mapping[str, str] | None = None) -> Row | None:
     """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase
     of a reward model or a teacher is named after its role, and needs that model.
-    reference_is_actor: as config/roles.py has it."""
+    shared: shared_models of config/roles.py."""
     row = TABLE[unnamed(phase)]
     if row is None:
         return None
     is_scoring = unnamed(phase) in ("reward_model", "teacher_model")
     roles = (*ROLES[:-1], phase if is_scoring else ROLES[-1])
     parts = {role: frozenset(names.split()) for role, names in zip(roles, row, strict=True)}
-    if reference_is_actor:
-        parts["actor"] |= parts.pop("ref")
+    for role, other in (shared or {}).items():
+        if role in parts:
+            parts[other] |= parts.pop(role)
     return parts

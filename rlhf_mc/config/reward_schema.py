@@ -159,8 +159,14 @@ class TeacherModelConfig:
     """A frozen teacher, whose log-probs of the student's tokens are computed as the reference's, at
     the rollout's temperature. It reads the actor's tokens, and needs the actor's tokenizer."""
 
-    model_path: str
-    """Hugging Face checkpoint of the teacher."""
+    model_path: str | None = None
+    """Hugging Face checkpoint of the teacher; null: the model of source."""
+    source: Literal["actor", "ref"] | None = None
+    """Self-distillation, in place of model_path: the actor's present weights, as in the pass of the
+    old log-probs, with its adapters; or the reference's, which are its first ones, without."""
+    prompt_key: str | None = None
+    """Column of the teacher's prompt for the student's responses, in the form of data.prompt_key,
+    such as one with a solution or feedback; null: the student's prompt."""
     key: str | None = None
     """Data source whose rows the teacher scores; null, of the only teacher: all rows."""
     log_prob_max_token_len_per_gpu: Tokens = 16384

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from rlhf_mc.config.algorithm_schema import SELECTING_LOSSES
 from rlhf_mc.config.model_schema import UNSPLIT, RoleLayout
 from rlhf_mc.config.reward_schema import TEACHERS, unnamed
-from rlhf_mc.config.roles import uses_critic
-from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.roles import shared_models, uses_critic
+from rlhf_mc.config.schema import Config, get_setting, layouts, roles
 from rlhf_mc.config.yaml_reader import yaml_text
 
 
@@ -21,6 +21,8 @@ def problems(cfg: Config) -> Iterator[str]:
         yield from _layout(f"{role}.megatron", megatron)
         yield from _sharding(cfg, role, megatron)
         yield from _virtual_stages(cfg, role, megatron)
+    for role in shared_models(cfg):
+        yield from _shared(cfg, role)
     yield from _distillation(cfg)
 
 
@@ -44,6 +46,20 @@ def _sharding(cfg: Config, role: str, layout: RoleLayout) -> Iterator[str]:
             f"{role}.strategy is fsdp2; its weights come from the safetensors of model.path: set "
             "model.dist_checkpointing_path to null"
         )
+
+
+def _shared(cfg: Config, role: str) -> Iterator[str]:
+    """Yield the settings of a layout that a role without a model of its own does not have."""
+    reason = f"actor.lora.rank is {cfg.actor.lora.rank}"
+    model = "the reference is the actor without its adapters"
+    if (source := getattr(roles(cfg)[role], "source", None)) is not None:
+        reason = f"{role}.source is {source}"
+        model = "the teacher is that model"
+    names = ["strategy", *(f"megatron.{name}" for name in vars(roles(cfg)[role].megatron))]
+    expected = {"pool": "train", **{name: get_setting(cfg, f"actor.{name}") for name in names}}
+    for name, value in expected.items():
+        if (here := get_setting(cfg, f"{role}.{name}")) != value:
+            yield f"{reason} and {role}.{name} is {here}; {model}: remove it"
 
 
 def _has_own_checkpoint(cfg: Config, role: str) -> bool:
@@ -100,6 +116,17 @@ def _distillation(cfg: Config) -> Iterator[str]:
     teachers = cfg.distillation.teacher_models
     if not teachers:
         yield f"distillation.enabled is true and {TEACHERS} is empty; it needs a teacher"
+    for name, teacher in teachers.items():
+        if (teacher.model_path is None) == (teacher.source is None):
+            yield (
+                f"{TEACHERS}.{name} has model_path {yaml_text(teacher.model_path)} and source "
+                f"{yaml_text(teacher.source)}; a teacher has one of them"
+            )
+        if teacher.source == "ref" and cfg.ref.pool == "rollout":
+            yield (
+                f"{TEACHERS}.{name}.source is ref and ref.pool is rollout; a teacher's model there "
+                f"is one of its own: set {TEACHERS}.{name}.model_path to {cfg.model.path}"
+            )
     keys = [teacher.key for teacher in teachers.values()]
     for name, teacher in teachers.items() if len(keys) > 1 else ():
         if teacher.key is None or keys.count(teacher.key) > 1:

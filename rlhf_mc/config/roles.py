@@ -72,9 +72,14 @@ def uses_critic(cfg: Config) -> bool:
     return estimator_needs(cfg.algorithm).critic
 
 
+def has_ref_pass(cfg: Config) -> bool:
+    """Return whether the loss or the rewards read the reference's log-probs."""
+    return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
+
+
 def uses_reference(cfg: Config) -> bool:
     """Return whether the run has a reference policy."""
-    return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
+    return has_ref_pass(cfg) or any(teacher.source == "ref" for teacher in teachers(cfg).values())
 
 
 def num_teacher_tokens(cfg: Config) -> int:
@@ -86,6 +91,13 @@ def num_teacher_tokens(cfg: Config) -> int:
 def reference_is_actor(cfg: Config) -> bool:
     """Return whether the reference policy is the actor without its adapters."""
     return uses_reference(cfg) and cfg.actor.lora.rank > 0
+
+
+def shared_models(cfg: Config) -> dict[str, str]:
+    """Return the roles without a model of their own, and the role of the model that each uses."""
+    shared = {"ref": "actor"} if reference_is_actor(cfg) else {}
+    sources = {role: teacher.source for role, teacher in teachers(cfg).items() if teacher.source}
+    return shared | {role: shared.get(source, source) for role, source in sources.items()}
 
 
 def has_reference_model(cfg: Config) -> bool:

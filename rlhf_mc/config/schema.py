@@ -493,6 +493,15 @@ def teachers(cfg: Config) -> dict[str, TeacherModelConfig]:
     }
 
 
+def teacher_paths(cfg: Config) -> dict[str, str]:
+    """Return the checkpoints of the teachers that are models of their own, by role."""
+    return {
+        role: teacher.model_path
+        for role, teacher in teachers(cfg).items()
+        if teacher.model_path is not None
+    }
+
+
 def expand_named_models(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
     """Yield the keys. In place of a setting of reward_model or of teacher_model, yield the setting
     of each section of a reward model, or of each teacher that the run has."""

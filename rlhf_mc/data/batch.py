@@ -40,6 +40,8 @@ class Prompt:
     them."""
     agent_name: str | None = None
     """The row's column of this name, with tools."""
+    teacher_ids: np.ndarray | None = None
+    """[tokens] int32: the prompt of the row's teacher; None: token_ids."""
 
     @property
     def where(self) -> str:
@@ -377,6 +379,24 @@ class RaggedBatch:
                 for name, column in columns.items()
             }  # type: ignore[arg-type]
         )
+
+
+def with_prompts(batch: RaggedBatch, prompts: Sequence[np.ndarray]) -> RaggedBatch:
+    """Return the same responses after other prompts: [tokens] int32 of each sequence."""
+    count = len(prompts)
+    lens = np.array([len(prompt) for prompt in prompts])
+    # All new prompts, then prompts and responses: response i is segment count + 2 i + 1.
+    old_lens = torch.stack([batch.prompt_lens, batch.conversation_lens], 1).numpy().ravel()
+    order = np.stack([np.arange(count), count + 2 * np.arange(count) + 1], axis=1).ravel()
+    source = torch.from_numpy(ragged_indices(np.concatenate([lens, old_lens]), order))
+    new = torch.from_numpy(np.concatenate(prompts))
+    mask = batch.response_mask
+    return replace(
+        batch,
+        tokens=torch.cat([new, batch.tokens])[source],
+        prompt_lens=torch.from_numpy(lens),
+        response_mask=None if mask is None else torch.cat([new < 0, mask])[source],
+    )
 
 
 def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:

@@ -27,9 +27,11 @@ class FilePrompts:
     tokens: np.ndarray
     """[T] int32: their tokens, end to end."""
     lens: np.ndarray
-    """[P] int32: tokens of each."""
+    """[P] int32: tokens of each, with its teacher's."""
     rows: np.ndarray
     """[P] int32: the row of each in the file."""
+    teacher_lens: np.ndarray
+    """[P] int32: the tokens at the end of each that are its teacher's prompt; 0: the same one."""
     source: Rows
     """The file's rows: data source, `reward_model` and `extra_info`, where the file has them."""
     source_key: str
@@ -44,7 +46,11 @@ class FilePrompts:
         remaining = np.setdiff1d(np.arange(len(self.lens)), list(indices))
         remains = np.repeat(np.isin(np.arange(len(self.lens)), remaining), self.lens)
         return replace(
-            self, tokens=self.tokens[remains], lens=self.lens[remaining], rows=self.rows[remaining]
+            self,
+            tokens=self.tokens[remains],
+            lens=self.lens[remaining],
+            rows=self.rows[remaining],
+            teacher_lens=self.teacher_lens[remaining],
         )
 
 
@@ -117,6 +123,8 @@ class Prompts(Sequence[Prompt]):
         file = self._files[number]
         i = index - self._firsts[number]
         start = self._starts[number][i]
+        end = start + file.lens[i]
+        own_end = end - file.teacher_lens[i]
         row_number = int(file.rows[i])
         messages: Sequence[Mapping[str, Any]] = ()
         if file.messages_key is not None:
@@ -125,7 +133,7 @@ class Prompts(Sequence[Prompt]):
             )
         return Prompt(
             index=index,
-            token_ids=file.tokens[start : start + file.lens[i]],
+            token_ids=file.tokens[start:own_end],
             data_source=row.get(file.source_key, NO_SOURCE),
             ground_truth=row.get(REFERENCE, {}).get("ground_truth"),
             extra_info=row.get(EXTRA) or {},
@@ -133,4 +141,5 @@ class Prompts(Sequence[Prompt]):
             row=row_number,
             messages=messages,
             agent_name=row.get(AGENT),
+            teacher_ids=file.tokens[own_end:end] if own_end < end else None,
         )

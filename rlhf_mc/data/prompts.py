@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,7 @@ from rlhf_mc.topology.consensus import (
 
 logger = logging.getLogger(__name__)
 
-_Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+_Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 NAMED = 3
 """Bad rows that a warning names; the others are counted."""
 
@@ -56,6 +56,7 @@ def load_prompts(
     key: str = "data.train_files",
     by_rule: bool = True,
     with_messages: bool = False,
+    teacher_columns: Mapping[str | None, str] | None = None,
 ) -> Prompts:
     """Return the prompts of all files, in order: of the first `max_samples` rows, or of all rows if
     it is -1.
@@ -69,14 +70,15 @@ def load_prompts(
 
     Each rank renders and tokenises a consecutive part of each file's rows, and the tokens are
     gathered: every rank must call it, and has the same prompts, or raises the same error, as a
-    process alone. with_messages: Prompt.messages is kept."""
-    rows_to_tokens = RowTokenizer(tokenizer, cfg, by_rule)
+    process alone. with_messages: Prompt.messages is kept. teacher_columns: the columns of
+    Prompt.teacher_ids, by data source; None: of all rows."""
+    rows_to_tokens = RowTokenizer(tokenizer, cfg, by_rule, teacher_columns)
     prompts: list[FilePrompts] = []
     total = Counts()
     for file in files:
         most_rows = None if max_samples < 0 else max_samples - total.num_rows
         where = f"{key} {file}"
-        rows = _open(where, file, cfg, by_rule).first(most_rows)
+        rows = _open(where, file, cfg, by_rule, (teacher_columns or {}).values()).first(most_rows)
         share = _tokenised_share(where, rows, rows_to_tokens, cfg)
         arrays, counts = _gathered(share, len(rows))
         _warn(where, counts, cfg)
@@ -124,13 +126,13 @@ def _warn(where: str, counts: Counts, cfg: DataConfig) -> None:
 # ---------------------------------------------------------------- one file
 
 
-def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> Rows:
+def _open(where: str, file: str, cfg: DataConfig, by_rule: bool, columns: Collection[str]) -> Rows:
     """Return the rows of a file. Raise the same UserError on every rank if one cannot read it, or
     has another file. Every rank must call it."""
 
     def read() -> tuple[Rows, str]:
         with error_prefix(f"{where}:"):
-            return open_rows(file, cfg, by_rule), digest(file)
+            return open_rows(file, cfg, by_rule, columns), digest(file)
 
     rows, content = on_every_rank(read)
     sizes, contents = zip(*gather_objects((len(rows), content)), strict=True)
@@ -152,6 +154,7 @@ class _Share:
     lens: array[int] = field(default_factory=lambda: array("i"))
     rows: array[int] = field(default_factory=lambda: array("i"))
     """Row of each prompt."""
+    teacher_lens: array[int] = field(default_factory=lambda: array("i"))
     counts: Counts = field(default_factory=Counts)
     error: UserError | None = None
     order: tuple[int, int] = (0, 0)
@@ -199,6 +202,7 @@ def _add_row(
         if isinstance(row, UserError):
             raise UserError(f"{where}: {row}")
         token_ids, is_truncated = rows_to_tokens.tokens(row, where)
+        teacher_ids, is_cut = rows_to_tokens.teacher_tokens(row, where)
     except TooLongError as error:
         if not cfg.filter_overlong_prompts:
             raise UserError(str(error)) from None
@@ -211,15 +215,16 @@ def _add_row(
         if share.counts.num_bad <= NAMED:
             share.counts.problems.append(str(error))
         return
-    share.counts.num_truncated += is_truncated
-    share.tokens.extend(token_ids)
-    share.lens.append(len(token_ids))
+    share.counts.num_truncated += is_truncated or is_cut
+    share.tokens.extend([*token_ids, *teacher_ids])
+    share.lens.append(len(token_ids) + len(teacher_ids))
     share.rows.append(number)
+    share.teacher_lens.append(len(teacher_ids))
 
 
 def _gathered(share: _Share, num_rows: int) -> tuple[_Arrays, Counts]:
-    """Return the prompts of all ranks' shares of one file, as in FilePrompts: tokens, lens and
-    rows. Every rank must call it."""
+    """Return the prompts of all ranks' shares of one file, as in FilePrompts: tokens, lens,
+    rows and teacher_lens. Every rank must call it."""
     shares = gather_objects(share)
     if failed := [other for other in shares if other.error is not None]:
         raise cast(UserError, min(failed, key=lambda other: other.order).error)
@@ -234,4 +239,4 @@ def _gathered(share: _Share, num_rows: int) -> tuple[_Arrays, Counts]:
         sum(other.counts.num_bad for other in shares),
         [problem for other in shares for problem in other.counts.problems][:NAMED],
     )
-    return (joined("tokens"), joined("lens"), joined("rows")), counts
+    return (joined("tokens"), joined("lens"), joined("rows"), joined("teacher_lens")), counts

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -290,9 +290,9 @@ def check_columns(path: str, required: Sequence[str]) -> None:
         pass
 
 
-def open_rows(path: str, cfg: DataConfig, by_rule: bool) -> Rows:
-    """Return the rows of a file. Raise NodeError if it is missing, cannot be read, or lacks a
-    required column."""
+def open_rows(path: str, cfg: DataConfig, by_rule: bool, columns: Collection[str] = ()) -> Rows:
+    """Return the rows of a file, with these columns if it has them. Raise NodeError if it is
+    missing, cannot be read, or lacks a required column."""
     required = needed_columns(cfg, by_rule)
     if is_jsonl(path):
         _check_first_object(path, required)
@@ -303,8 +303,9 @@ def open_rows(path: str, cfg: DataConfig, by_rule: bool) -> Rows:
             lines.append(line)
         return JsonlRows(pa.array(lines, pa.large_binary()), numbers)
     with _parquet_file(path, required) as file:
-        others = [name for name in (*needed_columns(cfg), EXTRA, AGENT) if name not in required]
-        optional = [name for name in others if name in file.schema_arrow.names]
+        others = dict.fromkeys((*needed_columns(cfg), EXTRA, AGENT, *columns))
+        names = [name for name in others if name not in required]
+        optional = [name for name in names if name in file.schema_arrow.names]
         table = file.read(columns=[*required, *optional])
         for name in UNREAD:
             if name in file.schema_arrow.names and name not in table.column_names:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,13 +23,33 @@ class TooLongError(UserError):
 class RowTokenizer:
     """Makes tokens of rows, by the settings."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, by_rule: bool) -> None:
-        """by_rule: as `scored_by_rule` returns."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: DataConfig,
+        by_rule: bool,
+        teacher_columns: Mapping[str | None, str] | None = None,
+    ) -> None:
+        """by_rule: as `scored_by_rule` returns. teacher_columns: as load_prompts has them."""
         self._tokenizer = tokenizer
         self._chats = ChatTokenizer(tokenizer)
         self._cfg = cfg
         self._by_rule = by_rule
         self._most_characters = cfg.max_prompt_length * _most_characters_of_a_token(tokenizer)
+
+        self._of_teachers = {
+            source: RowTokenizer(tokenizer, replace(cfg, prompt_key=column), by_rule)
+            for source, column in (teacher_columns or {}).items()
+        }
+
+    def teacher_tokens(self, row: dict[str, Any], where: str) -> tuple[list[int], bool]:
+        """Do as `tokens` with the prompt of the row's teacher. Return none if it reads the same
+        one."""
+        by_source = self._of_teachers
+        tokenizer = by_source.get(row.get(self._cfg.reward_fn_key), by_source.get(None))
+        if tokenizer is None:
+            return [], False
+        return tokenizer.tokens(row, f"{where}, the teacher's prompt")
 
     def tokens(self, row: dict[str, Any], where: str) -> tuple[list[int], bool]:
         """Return the tokens of the row's prompt, and whether they were truncated. Raise

@@ -150,12 +150,16 @@ class ModelEngine:
                 params |= {prefix + name: weight for name, weight in layer.merged().items()}
         return params
 
+    def as_scorer(self) -> ModelEngine:
+        """Return this model, with the same weights, as one whose routers choose in each pass."""
+        scorer = copy.copy(self)
+        scorer.replay = scorer.balance = None
+        return scorer
+
     def without_adapters(self) -> ModelEngine:
-        """Return this model as the reference policy: its adapters are off in each pass, and its
-        routers choose."""
-        reference = copy.copy(self)
+        """Return as_scorer as the reference policy: its adapters are off in each pass."""
+        reference = self.as_scorer()
         reference.name = "ref"
-        reference.replay = reference.balance = None
         reference._adapters_on = False
         return reference
 

@@ -18,10 +18,11 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
+    has_ref_pass,
     has_rollout_pool,
     num_teacher_tokens,
     num_training_ranks,
-    reference_is_actor,
+    shared_models,
     shares_weights,
     token_budgets,
     tokens_on_rank,
@@ -301,7 +302,8 @@ def _with_gathered(activations: float, gathered: float, alone: float) -> dict[st
 
 def _phase_names(cfg: Config, roles: Collection[str]) -> list[str]:
     """Return the phases that hold tensors on the device. roles: of the run's models."""
-    passes = [phase for phase in token_budgets(cfg) if _pass_role(cfg, phase) in roles]
+    absent = () if has_ref_pass(cfg) else ("ref",)
+    passes = [p for p in token_budgets(cfg) if _pass_role(cfg, p) in roles and p not in absent]
     # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint
     # does.
     return ["update_weights", "gen", *passes, "save_checkpoint", "export"]
@@ -309,9 +311,7 @@ def _phase_names(cfg: Config, roles: Collection[str]) -> list[str]:
 
 def _pass_role(cfg: Config, phase: str) -> str:
     """Return the role of the model of a pass."""
-    if phase == "ref" and reference_is_actor(cfg):
-        return "actor"
-    return _ROLES_OF_PASSES.get(phase, phase)
+    return {**_ROLES_OF_PASSES, **shared_models(cfg)}.get(phase, phase)
 
 
 def _phases(
@@ -337,7 +337,7 @@ def _phases(
         for name in ("update_weights", "export"):
             work.setdefault(name, {})["weights to send"] = actor.sharding.narrowed
     for name in names:
-        row = parts_on_device(name, reference_is_actor(cfg))
+        row = parts_on_device(name, shared_models(cfg))
         assert row is not None
         parts: dict[str, float] = {}
         for role, model in models.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.roles import uses_critic
-from rlhf_mc.config.schema import get_setting, reward_models, teachers
+from rlhf_mc.config.schema import get_setting, reward_models, teacher_paths
 from rlhf_mc.verl.table import key_hint
 
 MODELS = Path(__file__).parent / "models"
@@ -35,7 +35,7 @@ def with_model(source: str, overrides: Sequence[str], model: str | None) -> list
     has no config.json."""
     cfg = load_config(source, overrides, key_hint)
     critic = ["critic.model_path"] if uses_critic(cfg) and cfg.critic.model_path is not None else []
-    others = [f"{role}.model_path" for role in (*reward_models(cfg), *teachers(cfg))]
+    others = [f"{role}.model_path" for role in (*reward_models(cfg), *teacher_paths(cfg))]
     keys = ["model.path", *critic, *others]
     paths = {key: Path(get_setting(cfg, key)) for key in keys}
     replaced = [key for key in keys if model is not None and paths[key] == paths["model.path"]]

@@ -19,7 +19,12 @@ from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flo
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.config.roles import has_rollout_pool, in_rollout_pool, overlaps_reduction
+from rlhf_mc.config.roles import (
+    has_rollout_pool,
+    in_rollout_pool,
+    overlaps_reduction,
+    shared_models,
+)
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.activations import layer_bytes
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
@@ -442,7 +447,9 @@ def onload_bytes(
     their order, after the weight update. steps: how often the optimizer state comes, by role.
     Gradients are freed without a copy; copies to the host overlap with the computation
     (models/offload.py): neither is counted."""
-    rows = [row for row in map(parts_on_device, ("update_weights", *phases)) if row is not None]
+    shared = shared_models(cfg)
+    placed = (parts_on_device(phase, shared) for phase in ("update_weights", *phases))
+    rows = [row for row in placed if row is not None]
     total = 0
     for role, state in states.items():
         settings = layouts(cfg)[role]

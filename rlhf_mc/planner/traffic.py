@@ -17,11 +17,12 @@ from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
     has_old_log_prob_pass,
+    has_ref_pass,
     has_rollout_pool,
     num_training_ranks,
     overlaps_reduction,
     prompts_per_batch,
-    reference_is_actor,
+    shared_models,
     shares_weights,
     token_budgets,
     tokens_on_rank,
@@ -168,13 +169,14 @@ def phase_work(
     sampled = cfg.data.train_batch_size * cfg.rollout.n
     if has_old_log_prob_pass(cfg, router_replay(cfg, shapes["actor"])):
         yield work("old_log_prob", "actor", sampled)
-    if "ref" in shapes or reference_is_actor(cfg):
-        yield work("ref", "actor" if reference_is_actor(cfg) else "ref", sampled)
+    shared = shared_models(cfg)
+    if has_ref_pass(cfg):
+        yield work("ref", shared.get("ref", "ref"), sampled)
     if "critic" in shapes:
         yield work("values", "critic", sampled)
     for role in teachers(cfg):
         # how many rows are its own is known only when the data is read: an equal share
-        yield work(role, role, math.ceil(sampled / len(teachers(cfg))))
+        yield work(role, shared.get(role, role), math.ceil(sampled / len(teachers(cfg))))
     for role in reward_models(cfg):
         yield work(role, role, prompts_per_batch(cfg.data) * responses_per_prompt(cfg))
     for role, settings in (("critic", cfg.critic), ("actor", actor)):

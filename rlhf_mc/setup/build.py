@@ -26,6 +26,7 @@ from rlhf_mc.config.roles import (
     has_contiguous_experts,
     has_rollout_pool,
     reference_is_actor,
+    shared_models,
     shares_weights,
     token_budgets,
 )
@@ -89,7 +90,6 @@ from rlhf_mc.trainer.teachers import Teacher
 def build_run(cfg: Config) -> Run:
     """Build all parts of a run. Every rank must call it, with the same config, which check_early
     has checked, after init_process_group."""
-    rank = dist.get_rank()
     cfg = for_this_device(cfg)
     for line in filter(None, (shared_gpu_line(), unread_line(cfg))):
         print_line(line, rank_0_only=True)
@@ -102,9 +102,7 @@ def build_run(cfg: Config) -> Run:
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
     vocab_size = on_every_rank(lambda: model_shapes(cfg)["actor"][1].vocab_size)
     stops = on_every_rank(lambda: stop_token_ids(cfg.model.path, tokenizer, vocab_size))
-    environments = (
-        _environments(cfg, tokenizer, stops, rank) if cfg.rollout.environment.is_set else None
-    )
+    environments = _environments(cfg, tokenizer, stops) if cfg.rollout.environment.is_set else None
     train_prompts, val_prompts = _prompts(cfg, tokenizer, bool(conversations), environments)
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: load_estimator(cfg.algorithm))
@@ -129,11 +127,12 @@ def build_run(cfg: Config) -> Run:
     meshes = {role: role_mesh(cfg, role, dist.get_world_size()) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
-    offload_schedule = OffloadSchedule(reference_is_actor(cfg))
+    offload_schedule = OffloadSchedule(shared_models(cfg))
     models = build_models(cfg, starts, groups, schedule.total_steps, offload_schedule)
     for role, model in models.items():
         model.offload.optimizer_stays = role in staying
     actor = models["actor"]
+    reference = actor.without_adapters() if reference_is_actor(cfg) else models.get("ref")
     budgets = token_budgets(cfg)
     weight_sync, rollout = _rollout(cfg, factory, actor, offload_schedule)
     if environments is not None:
@@ -152,9 +151,9 @@ def build_run(cfg: Config) -> Run:
         rewards=rewards,
         actor=actor,
         critic=models.get("critic"),
-        reference=actor.without_adapters() if reference_is_actor(cfg) else models.get("ref"),
+        reference=reference,
         reward_models=_reward_models(cfg, models, budgets, conversations),
-        teachers=[Teacher(r, s, models[r], budgets[r]) for r, s in teachers(cfg).items()],
+        teachers=_teachers(cfg, models, reference, budgets),
         rollout=rollout,
         rollout_pool=pool_group([rank for ranks in rollout.groups for rank in ranks]),
         exchange=exchange_group() if has_rollout_pool(cfg) else None,
@@ -181,7 +180,7 @@ def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
 
 
 def _environments(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...], rank: int
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]
 ) -> EnvironmentManager:
     """Return the environments of conversations, and their journal. Every rank must call it."""
     environment = cfg.rollout.environment
@@ -190,7 +189,7 @@ def _environments(
         root = None if cfg.trainer.val_only else Path(cfg.trainer.default_local_dir)
         digest = environment_digest(environment, cfg.data.max_response_length)
         bounds = len(tokenizer), cfg.data.max_response_length
-        journal = ObservationJournal(root, cfg.trainer.replay, rank, digest, *bounds)
+        journal = ObservationJournal(root, cfg.trainer.replay, dist.get_rank(), digest, *bounds)
         return EnvironmentManager(environment, cfg.data, tokenizer, stops, journal)
 
     return on_every_rank(build, "rollout.environment")
@@ -209,13 +208,23 @@ def _prompts(
     if environments is not None:
         data = replace(data, apply_chat_template_kwargs=environments.translator.prompt_arguments)
 
-    def load(key: str, files: Sequence[str], most_rows: int, messages: bool) -> Prompts:
-        return load_prompts(
-            files, tokenizer, data, most_rows, key, scored_by_rule(cfg, key), messages
-        )
+    def load(
+        key: str,
+        files: Sequence[str],
+        most_rows: int,
+        messages: bool,
+        columns: Mapping[str | None, str] | None = None,
+    ) -> Prompts:
+        by_rule = scored_by_rule(cfg, key)
+        return load_prompts(files, tokenizer, data, most_rows, key, by_rule, messages, columns)
 
+    columns = {t.key: t.prompt_key for t in teachers(cfg).values() if t.prompt_key is not None}
     train = load(
-        "data.train_files", data.train_files, data.train_max_samples, train_messages or messages
+        "data.train_files",
+        data.train_files,
+        data.train_max_samples,
+        train_messages or messages,
+        columns,
     )
     if not data.val_files:
         return train, Prompts([])
@@ -267,6 +276,21 @@ def _reward_models(
             role, str(scorer.model_path), models[role], budgets[role], conversations.get(role)
         )
         for role, scorer in reward_models(cfg).items()
+    ]
+
+
+def _teachers(
+    cfg: Config,
+    models: Mapping[str, ModelEngine],
+    reference: ModelEngine | None,
+    budgets: Mapping[str, int],
+) -> list[Teacher]:
+    engines = {**models, "actor": models["actor"].as_scorer()}
+    if reference is not None:
+        engines["ref"] = reference
+    return [
+        Teacher(role, section, engines[section.source or role], budgets[role])
+        for role, section in teachers(cfg).items()
     ]
 
 

@@ -15,7 +15,7 @@ from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.printing import check_not_hidden
 from rlhf_mc.config.roles import num_teacher_tokens
-from rlhf_mc.config.schema import Config, layouts, teachers
+from rlhf_mc.config.schema import Config, layouts, teacher_paths
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.observability.trackers import check_loggers
 from rlhf_mc.reshard.model_checks import check_layout, check_length
@@ -76,7 +76,7 @@ def _check_models(cfg: Config) -> None:
     _, actor = roles["actor"]
     check_length(actor, cfg.data)
     k = num_teacher_tokens(cfg)
-    for key, shape in (roles["actor"], *(roles[role] for role in teachers(cfg))):
+    for key, shape in (roles["actor"], *(roles[role] for role in teacher_paths(cfg))):
         if k > shape.vocab_size:
             raise UserError(
                 f"distillation.distillation_loss.topk is {k}; the vocabulary of {key} has "

@@ -26,7 +26,7 @@ from rlhf_mc.config.schema import (
     OptimConfig,
     layouts,
     reward_models,
-    teachers,
+    teacher_paths,
 )
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
@@ -88,9 +88,9 @@ def model_starts(
     for role in reward_models(cfg):
         reward_model = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
         starts[role] = ModelStart(reward_model.shape(value_head=True), reward_model)
-    for role, section in teachers(cfg).items():
-        given = f"{role}.model_path", section.model_path
-        teacher = token_checkpoint(*given, cfg.data, tokenizer, value_head=False)
+    for role, path in teacher_paths(cfg).items():
+        key = f"{role}.model_path"
+        teacher = token_checkpoint(key, path, cfg.data, tokenizer, value_head=False)
         starts[role] = ModelStart(teacher.shape(), teacher)
     if "critic" in starts:
         starts["critic"].reader.check(starts["critic"].shape.base)

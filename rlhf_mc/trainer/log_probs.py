@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from rlhf_mc.config.roles import has_old_log_prob_pass, num_teacher_tokens
+from rlhf_mc.config.roles import has_old_log_prob_pass, has_ref_pass, num_teacher_tokens
 from rlhf_mc.data.batch import Prompt, RaggedBatch, ragged_indices
 from rlhf_mc.models import heads
 from rlhf_mc.models.engine import ModelEngine
@@ -36,8 +36,9 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     passes: dict[str, tuple[str, ModelEngine, Head]] = {}
     if is_read or has_old_log_prob_pass(cfg, replay):
         passes["old_log_probs"] = ("old_log_prob", run.actor, head)
-    if run.reference is not None:
-        passes["ref_log_probs"] = ("ref", run.reference, head)
+    reference = run.reference if has_ref_pass(cfg) else None
+    if reference is not None:
+        passes["ref_log_probs"] = ("ref", reference, head)
     if run.critic is not None:
         passes["values"] = ("values", run.critic, heads.value_head)
     passes = {name: of for name, of in passes.items() if of[1].groups.is_member}
@@ -49,13 +50,11 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
             parts[name] = engine.my_scores(contexts, micro_batches, pass_head)
     if "old_log_probs" in parts:
         start_slowest_rank(state, "old_log_prob", run.groups.members)
-    if run.reference is not None and run.reference.groups.mesh.first:
+    if reference is not None and reference.groups.mesh.first:
         scores = torch.zeros(len(batch.rollout_log_probs))
         if (part := parts.pop("ref_log_probs", None)) is not None:
-            scores = sum_over_ranks(part, run.reference.groups.members)
-        batch = batch.with_fields(
-            ref_log_probs=from_rollout_pool(run, state, run.reference, scores)
-        )
+            scores = sum_over_ranks(part, reference.groups.members)
+        batch = batch.with_fields(ref_log_probs=from_rollout_pool(run, state, reference, scores))
     if parts:
         # Once for all passes: a rank that is the slower one in the first may be the faster one in
         # the next.
@@ -120,8 +119,9 @@ def teacher_log_probs(
     own = [teacher for teacher in rows_of if teacher.engine.groups.is_member]
     for teacher in own:
         rows = rows_of[teacher]
+        read = teacher.batch(batch.select(rows), [prompts[i] for i in rows])
         with run.offload_schedule.phase(state.timer, teacher.role):
-            scores[tokens[teacher]] = teacher.score(batch.select(rows), *student, k).cpu()
+            scores[tokens[teacher]] = teacher.score(read, *student, k).cpu()
     if own:
         with run.offload_schedule.phase(state.timer, "sum_log_probs"):
             for part in scores.split(max(1, _SUMMED_TOGETHER // scores.shape[1])):

@@ -5,7 +5,7 @@ rollout engine sleeps by its own method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rlhf_mc.config.device_placement import Row, parts_on_device
@@ -19,10 +19,10 @@ _NOTHING: frozenset[str] = frozenset()
 class OffloadSchedule:
     """The device placement of a run's models and its rollout engine."""
 
-    def __init__(self, reference_is_actor: bool = False) -> None:
-        """reference_is_actor: as parts_on_device has it."""
+    def __init__(self, shared: Mapping[str, str] | None = None) -> None:
+        """shared: as parts_on_device has it."""
         self._engines: dict[str, ModelEngine] = {}
-        self._reference_is_actor = reference_is_actor
+        self._shared = shared
         self._rollout: RolloutEngine | None = None
         self._peak_bytes: dict[str, int] = {}
 
@@ -41,7 +41,7 @@ class OffloadSchedule:
     def phase(self, timer: PhaseTimer, name: str) -> Iterator[None]:
         """Establish the phase's row of TABLE, then run and time the body. Moves are timed as
         "offload"; without a move there is no such time."""
-        row = parts_on_device(name, self._reference_is_actor)
+        row = parts_on_device(name, self._shared)
         if row is not None and self._differs(row):
             with timer.phase("offload"):
                 self._enter(row)

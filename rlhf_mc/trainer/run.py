@@ -111,5 +111,5 @@ class Run:
         reference = None if reference_is_actor(self.config) else self.reference
         frozen = [] if reference is None else [reference]
         frozen += [model.engine for model in self.reward_models]
-        frozen += [teacher.engine for teacher in self.teachers]
+        frozen += [teacher.engine for teacher in self.teachers if teacher.section.source is None]
         return [*self.trained_models(), *frozen]

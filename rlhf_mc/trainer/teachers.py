@@ -13,7 +13,7 @@ from rlhf_mc import platform
 from rlhf_mc.algorithms.kl import kl_estimate
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import TeacherModelConfig
-from rlhf_mc.data.batch import Prompt, RaggedBatch
+from rlhf_mc.data.batch import Prompt, RaggedBatch, with_prompts
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import teacher_head
@@ -36,6 +36,11 @@ class Teacher:
         key = self.section.key
         return torch.tensor([i for i, p in enumerate(prompts) if key in (None, p.data_source)])
 
+    def batch(self, batch: RaggedBatch, prompts: Sequence[Prompt]) -> RaggedBatch:
+        """Return the sequences that it reads in place of those of its rows."""
+        given = [p.token_ids if p.teacher_ids is None else p.teacher_ids for p in prompts]
+        return batch if self.section.prompt_key is None else with_prompts(batch, given)
+
     def score(
         self, batch: RaggedBatch, vocab_size: int, temperature: float, k: int
     ) -> torch.Tensor:
@@ -56,8 +61,9 @@ class Teacher:
         """Return the metrics of its tokens. scores: of top_log_probs, [tokens, 1 + 2 k];
         rollout_log_probs: [tokens]. Raise UserError if a log-prob is not finite."""
         if not scores.isfinite().all():
-            path = f"{self.role}.model_path: {self.section.model_path}"
-            raise UserError(f"{path}: a log-prob is not finite in step {step}")
+            name = "model_path" if self.section.source is None else "source"
+            model = f"{self.role}.{name}: {getattr(self.section, name)}"
+            raise UserError(f"{model}: a log-prob is not finite in step {step}")
         name = f"distillation/{self.role.rpartition('.')[2]}"
         kl = kl_estimate(rollout_log_probs, scores[:, 0], "k1").mean()
         metrics = {f"{name}/num_tokens": float(len(scores)), f"{name}/kl": float(kl)}

@@ -14,8 +14,8 @@ from model_cases import TEMPERATURE, _my_micro_batches, logical_tensors, make_en
 
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
 from rlhf_mc.config.reward_schema import DistillationLossConfig, TeacherModelConfig
-from rlhf_mc.config.schema import ActorConfig, LoraConfig, OptimConfig
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.config.schema import ActorConfig, OptimConfig
+from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -40,24 +40,30 @@ class Layout(NamedTuple):
 
 @contextlib.contextmanager
 def student_and_teacher(
-    student: str, teacher: str, layouts: tuple[Layout, Layout], lora: int = 0
+    student: str, teacher: str, layouts: tuple[Layout, Layout]
 ) -> Iterator[tuple[ModelEngine, Teacher]]:
-    """Build both models, each in its own layout."""
+    """Build both models, each in its own layout. teacher: checkpoint, or "actor"."""
     meshes = {
         role: Mesh(dist.get_world_size(), at.tp, at.pp, cp=at.cp)
         for role, at in zip(("actor", "teacher"), layouts, strict=True)
     }
     groups = build_role_groups(meshes)
-    adapters = LoraConfig(rank=lora)
-    actor = make_engine(student, "actor", groups["actor"], adapters)
-    engine = make_engine(teacher, "actor", groups["teacher"])
+    actor = make_engine(student, "actor", groups["actor"])
     section = TeacherModelConfig(teacher)
+    if teacher == "actor":
+        engine = actor.as_scorer()
+        section = TeacherModelConfig(source="actor", prompt_key="hint")
+    else:
+        engine = make_engine(teacher, "actor", groups["teacher"])
     yield actor, Teacher("distillation.teacher_models.t", section, engine, BUDGET)
 
 
-def taught(actor: ModelEngine, teacher: Teacher, batch: RaggedBatch, k: int) -> RaggedBatch:
+def taught(
+    actor: ModelEngine, teacher: Teacher, batch: RaggedBatch, prompts: Sequence[Prompt], k: int
+) -> RaggedBatch:
     """Return the batch with the teacher's log-probs."""
-    scores = sum_over_ranks(teacher.score(batch, actor.shape.vocab_size, TEMPERATURE, k))
+    read = teacher.batch(batch, prompts)
+    scores = sum_over_ranks(teacher.score(read, actor.shape.vocab_size, TEMPERATURE, k))
     top = {"teacher_top": scores[:, 1:].contiguous()} if k else {}
     return batch.with_fields(teacher_log_probs=scores[:, 0].contiguous(), **top)
 
@@ -67,6 +73,7 @@ def gradients(
     teacher: str,
     layouts: tuple[Layout, Layout],
     batch: RaggedBatch,
+    prompts: Sequence[Prompt],
     losses: Sequence[DistillationLossConfig],
     cfg: ActorConfig,
 ) -> list[tuple[RaggedBatch, dict[str, float], dict[str, torch.Tensor]]]:
@@ -77,7 +84,7 @@ def gradients(
         actor.make_trainable(OptimConfig(), total_steps=1)
         for loss in losses:
             k = loss.topk if loss.loss_mode == "forward_kl_topk" else 0
-            mini = taught(actor, model, batch, k)
+            mini = taught(actor, model, batch, prompts, k)
             terms = ActorTerms(
                 POLICY_LOSSES["vanilla"], 0.0, 0.0, 1, torch.Generator(), distillation=loss
             )

@@ -4,6 +4,7 @@ layouts of student and teacher, and whole steps with one and several teachers.""
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,21 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def student_batch() -> RaggedBatch:
+def student_batch(of_teacher: bool = False) -> tuple[RaggedBatch, list[Prompt]]:
     """Return a batch whose first three sequences have one prompt, and a later one an observation of
-    three tokens."""
+    three tokens, and its prompts. of_teacher: the teacher's prompts are in the batch."""
     draw = torch.Generator().manual_seed(5)
     same = torch.randint(1, 260, (9,), generator=draw).tolist()
-    prompts = [same, same, same, [3, 1, 4, 1], [5, 9]]
+    prompts = [
+        Prompt(i, np.array(ids, np.int32), "a", None, teacher_ids=np.array(hint, np.int32))
+        for i, (ids, hint) in enumerate(
+            zip(
+                [same, same, same, [3, 1, 4, 1], [5, 9]],
+                [[8, 2], [8, 2], [8, 2], [6, *same], [*same, 7, 7]],
+                strict=True,
+            )
+        )
+    ]
     responses = []
     for length in (6, 1, 11, 5, 7):
         tokens = torch.randint(1, 260, (length,), generator=draw).tolist()
@@ -81,15 +91,14 @@ def student_batch() -> RaggedBatch:
     responses[3] = Generation(
         [*observed.token_ids, 7, 8, 9, 10], [0.0] * 5 + [OBSERVED] * 3 + [0.0], True
     )
-    batch = build_batch(
-        [Prompt(i, np.array(ids, np.int32), "a", None) for i, ids in enumerate(prompts)],
-        Responses.of(responses),
-    )
+    read = [replace(p, token_ids=p.teacher_ids) for p in prompts] if of_teacher else prompts
+    batch = build_batch(read, Responses.of(responses))
     size = len(batch.rollout_log_probs)
-    return batch.with_fields(
+    batch = batch.with_fields(
         old_log_probs=0.3 * torch.randn(size, generator=draw) - 4.0,
         advantages=torch.randn(size, generator=draw),
     )
+    return batch, prompts
 
 
 def all_log_probs(model: Reference, batch: RaggedBatch, vocab_size: int) -> torch.Tensor:
@@ -151,6 +160,11 @@ ONE = Layout()
         (2, Layout(pp=2), Layout(cp=2), "teacher"),
         (2, Layout(cp=2), Layout(pp=2), "wide"),
         (4, Layout(tp=2, cp=2), Layout(tp=4), "wide"),
+        (1, ONE, ONE, "actor"),
+        (2, ONE, ONE, "actor"),
+        (2, Layout(tp=2), ONE, "actor"),
+        (2, Layout(pp=2), ONE, "actor"),
+        (2, Layout(cp=2), ONE, "actor"),
     ],
 )
 def test_losses_and_gradients_match_transformers(
@@ -161,23 +175,27 @@ def test_losses_and_gradients_match_transformers(
     teacher: Layout,
     checkpoint: str,
 ) -> None:
-    batch = student_batch()
+    """Take as checkpoint "actor" the student itself, with other prompts."""
+    batch, prompts = student_batch()
+    of_itself = checkpoint == "actor"
     path = str(workspace / "model")
     results = pool(world).run(
         distill_cases.gradients,
         student=path,
-        teacher=str(workspace / checkpoint),
+        teacher=checkpoint if of_itself else str(workspace / checkpoint),
         layouts=(student, teacher),
         batch=batch,
+        prompts=prompts,
         losses=LOSSES,
         cfg=ActorConfig(),
     )
     actor, model = (
-        Reference(str(workspace / name), dtype=torch.float64) for name in ("model", checkpoint)
+        Reference(str(workspace / name), dtype=torch.float64)
+        for name in ("model", "model" if of_itself else checkpoint)
     )
     common = min(actor.model.config.vocab_size, model.model.config.vocab_size)
     with torch.no_grad():
-        given = all_log_probs(model, batch, common)
+        given = all_log_probs(model, student_batch(of_itself)[0], common)
     for number, loss in enumerate(LOSSES):
         actor.model.zero_grad()
         of_student = all_log_probs(actor, batch, actor.model.config.vocab_size)
@@ -207,6 +225,7 @@ def two_sources(workspace: Path) -> list[str]:
     rows = pq.read_table(workspace / "train.parquet").to_pylist()
     for number, row in enumerate(rows):
         row["data_source"] = ("arithmetic", "other")[number % 2]
+        row["hint"] = f"{number}+{number}"
     write_prompts(file, rows)
     return [
         f"data.train_files={file}",
@@ -222,6 +241,14 @@ PARTIAL = [
     "rollout.prompts_in_flight=12",
     "algorithm.rollout_correction.rollout_is=token",
 ]
+
+
+def itself(source: str, column: str) -> list[str]:
+    """Return overrides for the teacher t that is the policy."""
+    given = ("model_path=null", f"source={source}", f"prompt_key={column}")
+    return [f"{TEACHERS}.t.{setting}" for setting in given]
+
+
 TOP = [f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=6"]
 
 
@@ -280,6 +307,7 @@ def test_pools_and_a_resumed_run_have_the_same_bits(
     def train(name: str, world: int, *overrides: str) -> dict[str, Any]:
         settings = [
             *two_sources,
+            *itself("actor", "hint"),
             *TOP,
             f"{LOSS}.use_policy_gradient=true",
             "trainer.save_freq=1",
@@ -315,12 +343,17 @@ def test_pools_and_a_resumed_run_have_the_same_bits(
 def test_a_teacher_that_is_the_actor_changes_nothing(
     pool: Any, workspace: Path, world: int
 ) -> None:
-    for mode in ("k3", "forward_kl_topk"):
+    for mode, settings in (
+        ("k3", [f"{TEACHERS}.t.model_path={workspace}/model"]),
+        ("forward_kl_topk", [f"{TEACHERS}.t.model_path={workspace}/model"]),
+        ("k3", itself("actor", "prompt")),
+        ("forward_kl_topk", itself("ref", "prompt")),
+    ):
         [result] = pool(world).run(
             distill_cases.steps,
             config_path=str(workspace / "config.yaml"),
             overrides=[
-                f"{TEACHERS}.t.model_path={workspace}/model",
+                *settings,
                 f"{LOSS}.loss_mode={mode}",
                 f"{LOSS}.use_task_rewards=false",
                 "actor.entropy_coeff=0",
@@ -329,10 +362,35 @@ def test_a_teacher_that_is_the_actor_changes_nothing(
             count=1,
         )
         metrics = result[0]["metrics"]
-        print({k: v for k, v in metrics.items() if "distil" in k or "actor/" in k})
         assert abs(metrics["distillation/t/kl"]) < 1e-5
         assert metrics["actor/distillation_loss"] < 1e-9
         assert metrics["actor/grad_norm"] < 1e-5
+        if mode == "k3":
+            assert metrics["actor/distillation_loss"] == metrics["actor/grad_norm"] == 0
+
+
+@pytest.mark.parametrize("world", [1])
+def test_first_weights_are_those_of_the_checkpoint(
+    pool: Any, workspace: Path, two_sources: list[str], world: int
+) -> None:
+    """Compare the reference as a teacher with a model of its own, and with the actor without its
+    adapters."""
+    of_both = [f"{TEACHERS}.t.prompt_key=hint", *two_sources, *TOP, "actor.lora.rank=0"]
+    for settings in ([], [*PARTIAL, "actor.lora.rank=4", "algorithm.filter_groups.enable=true"]):
+        one, other = (
+            pool(world).run(
+                distill_cases.steps,
+                config_path=str(workspace / "config.yaml"),
+                overrides=[*of_both, *settings, *teacher],
+            )[0]
+            for teacher in ([f"{TEACHERS}.t.model_path={workspace}/model"], itself("ref", "hint"))
+        )
+        for wanted, result in zip(one, other, strict=True):
+            assert torch.equal(wanted["batch"].teacher_top, result["batch"].teacher_top)
+            for key in ("distillation/t/kl", "actor/distillation_loss", "actor/grad_norm"):
+                assert wanted["metrics"][key] == result["metrics"][key], key
+            assert result["batch"].ref_log_probs is None
+        assert one[1]["metrics"]["distillation/t/kl"] != 0
 
 
 def error_of(pool: Any, workspace: Path, *overrides: str) -> str:

@@ -310,6 +310,17 @@ def test_pools_that_cannot_be(directory: Path, overrides: str, words: str) -> No
          "distillation.distillation_loss.topk is 301; the vocabulary of model.path has 270 tokens"),
         ("teacher_models.t.log_prob_max_token_len_per_gpu=1",
          "teacher_models.t.log_prob_max_token_len_per_gpu is 1; it must be at least the longest"),
+        ("teacher_models.t.source=actor", "and source actor; a teacher has one of them"),
+        ("teacher_models.t.model_path=null", "model_path null and source null; a teacher"),
+        *((f"teacher_models.t.model_path=null teacher_models.t.source={source} {key}", words)
+          for source, key, words in (
+              ("actor", "", ""),
+              ("ref", "", ""),
+              ("actor", "teacher_models.t.megatron.param_offload=true",
+               "t.megatron.param_offload is True; the teacher is that model: remove it"),
+              ("ref", "teacher_models.t.pool=rollout", "t.pool is rollout; the teacher is that"),
+              ("ref", "ref.pool=rollout", "t.source is ref and ref.pool is rollout; a teacher's"),
+          )),
         ("teacher_models.t.megatron.tensor_model_parallel_size=3",
          "distillation.teacher_models.t.megatron.tensor_model_parallel_size 3 x"),
     ],

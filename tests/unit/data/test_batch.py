@@ -18,6 +18,7 @@ from rlhf_mc.data.batch import (
     build_batch,
     concatenate,
     ragged_indices,
+    with_prompts,
 )
 
 PROMPTS = [[11, 12, 13], [21], [31, 32]]
@@ -45,6 +46,28 @@ def test_build_batch() -> None:
     assert batch.rollout_log_probs.tolist() == [-0.5, -1.0, -1.5, -2.0, -2.5, -3.0]
     assert batch.finished.tolist() == [True, False, True]
     assert batch.scores is None and batch.advantages is None
+
+
+@given(st.data())
+def test_with_prompts_is_a_batch_that_is_built_of_them(data: st.DataObject) -> None:
+    """Compare responses with and without observations."""
+    tokens = st.lists(st.integers(0, 99), min_size=1, max_size=4)
+    sizes = data.draw(st.lists(st.tuples(tokens, tokens, tokens), min_size=1, max_size=4))
+    number = data.draw(st.sampled_from([0.0, OBSERVED]))
+    responses = Responses.of(
+        [Generation([7, *ids, 8], [-0.5, *[number] * len(ids), -0.5], True) for _, _, ids in sizes]
+    )
+
+    def built(column: int) -> RaggedBatch:
+        prompts = [np.array(row[column], np.int32) for row in sizes]
+        return build_batch([Prompt(i, p, "", None) for i, p in enumerate(prompts)], responses)
+
+    found = with_prompts(built(0), [np.array(row[1], np.int32) for row in sizes])
+    for field in fields(RaggedBatch):
+        value = getattr(found, field.name)
+        wanted = getattr(built(1), field.name)
+        assert (value is None) == (wanted is None), field.name
+        assert value is None or (value.equal(wanted) and value.dtype == wanted.dtype), field.name
 
 
 def test_build_batch_needs_one_generation_per_prompt() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import threading
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,50 @@ def test_overlong_prompts(
     assert "all 4 prompts are longer" in error_of(
         [path], tokenizer, max_prompt_length=3, filter_overlong_prompts=True
     )
+
+
+def test_prompts_of_teachers(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Read columns by data source: of a row's teacher without one, no prompt."""
+    rows = [{**make_row(str(i)), "hint": f"{i}!", "data_source": "ab"[i % 2]} for i in range(3)]
+    path = write_table(tmp_path / "a.parquet", rows)
+    columns: list[Mapping[str | None, str]] = [{"a": "hint"}, {None: "hint"}, {"b": "prompt"}]
+    texts = ["0!", None, "2!"], ["0!", "1!", "2!"], [None, "1", None]
+    for by_source, wanted in zip(columns, texts, strict=True):
+        read = load_prompts([path], tokenizer, data_config(), -1, teacher_columns=by_source)
+        kept = read.without([1])
+        assert [rendered(p, tokenizer)[6:-16] for p in kept] == ["0", "2"]
+        for prompt, text in zip(read, wanted, strict=True):
+            ids = prompt.teacher_ids
+            found = None if ids is None else "".join(tokenizer.convert_ids_to_tokens(ids.tolist()))
+            assert found == (None if text is None else f"<user>{text}<end><assistant>"), text
+        for prompt, same in zip(kept, (read[0], read[2]), strict=True):
+            assert np.array_equal(prompt.teacher_ids, same.teacher_ids)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "no column 'hint'; its columns are data_source, prompt"),
+        ({"hint": None}, "column 'hint' is null, expected chat messages or a non-empty string"),
+        ({"hint": []}, "column 'hint' is [], expected chat messages"),
+        ({"hint": "123456"}, "the prompt has 9 tokens, more than data.max_prompt_length 8; raise"),
+    ],
+)
+def test_bad_prompt_of_a_teacher_names_its_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{**make_row(), "hint": "1"}, {**make_row(), **row}]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in rows))
+    columns: Mapping[str | None, str] = {None: "hint"}
+    with pytest.raises(UserError) as caught:
+        cfg = data_config(max_prompt_length=8)
+        load_prompts([str(path)], tokenizer, cfg, -1, teacher_columns=columns)
+    assert f"{path}, row 1 (line 2), the teacher's prompt: {message}" in str(caught.value)
+    for settings in ({"on_bad_row": "skip"}, {"filter_overlong_prompts": True}):
+        cfg = data_config(max_prompt_length=8, **settings)
+        if ("overlong" in str(settings)) == ("tokens" in message):
+            assert len(load_prompts([str(path)], tokenizer, cfg, -1, teacher_columns=columns)) == 1
 
 
 def test_text_far_too_long_is_not_tokenised(
