@@ -49,17 +49,18 @@ def _sharding(cfg: Config, role: str, layout: RoleLayout) -> Iterator[str]:
 
 
 def _shared(cfg: Config, role: str) -> Iterator[str]:
-    """Yield the settings of a layout that a role without a model of its own does not have."""
+    """Yield the settings that a role without a model of its own does not have."""
     reason = f"actor.lora.rank is {cfg.actor.lora.rank}"
     model = "the reference is the actor without its adapters"
     if (source := getattr(roles(cfg)[role], "source", None)) is not None:
         reason = f"{role}.source is {source}"
         model = "the teacher is that model"
     names = ["strategy", *(f"megatron.{name}" for name in vars(roles(cfg)[role].megatron))]
-    expected = {"pool": "train", **{name: get_setting(cfg, f"actor.{name}") for name in names}}
-    for name, value in expected.items():
-        if (here := get_setting(cfg, f"{role}.{name}")) != value:
-            yield f"{reason} and {role}.{name} is {here}; {model}: remove it"
+    expected = {f"{role}.{name}": get_setting(cfg, f"actor.{name}") for name in names}
+    pools = [f"{role}.pool", *(["ref.pool"] if source == "ref" else [])]
+    for key, value in {**dict.fromkeys(pools, "train"), **expected}.items():
+        if (here := get_setting(cfg, key)) != value:
+            yield f"{reason} and {key} is {here}; {model}: remove it"
 
 
 def _has_own_checkpoint(cfg: Config, role: str) -> bool:
@@ -121,11 +122,6 @@ def _distillation(cfg: Config) -> Iterator[str]:
             yield (
                 f"{TEACHERS}.{name} has model_path {yaml_text(teacher.model_path)} and source "
                 f"{yaml_text(teacher.source)}; a teacher has one of them"
-            )
-        if teacher.source == "ref" and cfg.ref.pool == "rollout":
-            yield (
-                f"{TEACHERS}.{name}.source is ref and ref.pool is rollout; a teacher's model there "
-                f"is one of its own: set {TEACHERS}.{name}.model_path to {cfg.model.path}"
             )
     keys = [teacher.key for teacher in teachers.values()]
     for name, teacher in teachers.items() if len(keys) > 1 else ():

@@ -495,11 +495,7 @@ def teachers(cfg: Config) -> dict[str, TeacherModelConfig]:
 
 def teacher_paths(cfg: Config) -> dict[str, str]:
     """Return the checkpoints of the teachers that are models of their own, by role."""
-    return {
-        role: teacher.model_path
-        for role, teacher in teachers(cfg).items()
-        if teacher.model_path is not None
-    }
+    return {role: it.model_path for role, it in teachers(cfg).items() if it.model_path is not None}
 
 
 def expand_named_models(cfg: Config, keys: Iterable[str]) -> Iterator[str]:

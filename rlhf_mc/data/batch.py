@@ -229,9 +229,6 @@ class RaggedBatch:
     """[R] float32: the reference's log-probs."""
     teacher_log_probs: torch.Tensor | None = None
     """[R] float32: the teacher's log-probs."""
-    teacher_top: torch.Tensor | None = None
-    """[R, 2 k] float32: the teacher's k most probable tokens at each position, as numbers, and
-    their log-probs."""
     values: torch.Tensor | None = None
     """[R] float32: the critic's values before the update."""
     advantages: torch.Tensor | None = None
@@ -359,8 +356,7 @@ class RaggedBatch:
         checked."""
         for name, value in fields.items():
             want = self.num_sequences if name in _PER_SEQUENCE else int(self.response_lens.sum())
-            shape = value.shape[:1] if name == "teacher_top" else value.shape
-            assert shape == (want,), f"{name}: shape {tuple(value.shape)}, expected ({want},)"
+            assert value.shape == (want,), f"{name}: shape {tuple(value.shape)}, expected ({want},)"
         return replace(self, **fields)
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> RaggedBatch:

@@ -41,6 +41,7 @@ from rlhf_mc.models.pipeline import (
 )
 from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
+from rlhf_mc.models.sequence_rows import TopTokens
 from rlhf_mc.models.statistics import LOG_PROBS, Exchange, OptimizerStep, StatisticSums
 from rlhf_mc.models.strategies.distributed_optimizer import MegatronStrategy
 from rlhf_mc.models.strategies.fully_sharded import FsdpStrategy
@@ -93,6 +94,8 @@ class ModelEngine:
         choose."""
         self.balance: RouterBalance | None = None
         """The losses of the routers and the update of their correction biases; None: neither."""
+        self.teacher_top: TopTokens | None = None
+        """The teachers' tokens that the step's losses read; None: they read none."""
         self.predicts_observations = False
         """Losses get the states of observations too (MicroBatch.num_observed)."""
         self.offload = model_offload(name, megatron, self.strategy)
@@ -340,6 +343,8 @@ class ModelEngine:
         num_tokens = len(batch.tokens)
         if self.balance is not None:
             self.balance.begin(batch, scale)
+        if self.teacher_top is not None:
+            self.teacher_top.receive(batch, micro_batches)
 
         def share(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             if micro.is_dummy:

@@ -22,8 +22,9 @@ from rlhf_mc.config.algorithm_schema import RouterReplayMode
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.forward import MicroBatch
+from rlhf_mc.models.sequence_rows import exchange_rows, flags_of_ranks
 from rlhf_mc.runtime.work import count
-from rlhf_mc.topology.consensus import gather_vectors, sum_over_ranks
+from rlhf_mc.topology.consensus import sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
 
 
@@ -186,7 +187,6 @@ class ExpertReplay:
         """Return the choices of the sequences `wanted` [S] in the layers of this rank's stage, and
         one row more, as bytes on the device; _sequences gets their order."""
         mesh = self._groups.mesh
-        rank = self._groups.rank
         held_bytes = (
             row_bytes
             if self.mode == "recompute"
@@ -200,14 +200,7 @@ class ExpertReplay:
             ],
             np.bool_,
         )
-        bits = gather_vectors(
-            torch.from_numpy(np.packbits([wanted, holds], axis=1).ravel()), self._groups.members
-        ).numpy()
-        flags = np.unpackbits(bits.reshape(mesh.world, 2, -1), axis=2, count=len(holds)).astype(
-            np.bool_
-        )
-        wants = flags[:, 0]
-        has = flags[:, 1]
+        wants, has = flags_of_ranks([wanted, holds], self._groups)
         if missing := int((wants.any(0) & ~has.any(0)).sum()):
             raise UserError(
                 f"algorithm.router_replay is {self.mode}; for {missing} of {len(holds)} responses "
@@ -217,40 +210,20 @@ class ExpertReplay:
         stages = np.array([mesh.coordinate(other).pp for other in range(mesh.world)])
         columns: list[Any] = [self._columns[stage] for stage in stages]
         if self.mode == "recompute":  # each rank holds the layers of its stage
-            is_same = (stages == stages[rank])[:, None]
+            is_same = (stages == stages[self._groups.rank])[:, None]
             wants = wants & is_same
             has = has & is_same
             columns = [slice(None)] * mesh.world
         # context-parallel ranks have recorded the same: the first one sends it
-        has &= has.cumsum(0) == 1
-        outgoing = [
-            [
-                self.stored[self._numbers[i]][:, columns[other]]
-                for i in np.flatnonzero(has[rank] & wants[other])
-            ]
-            for other in range(mesh.world)
-        ]
-        incoming = [np.flatnonzero(has[other] & wants[rank]) for other in range(mesh.world)]
-        self._sequences = np.concatenate(incoming)
-        parts = [
-            np.ascontiguousarray(choices).view(np.uint8).ravel()
-            for of_rank in outgoing
-            for choices in of_rank
-        ]
-        (sent,) = platform.to_device(
-            [torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *parts]))]
+        self._sequences, rows = exchange_rows(
+            wants,
+            has,
+            lambda i, other: self.stored[self._numbers[i]][:, columns[other]],
+            self._lens * row_bytes,
+            self._groups,
+            row_bytes,
         )
-        sizes = [int(self._lens[sequences].sum()) * row_bytes for sequences in incoming]
-        total = sum(sizes)
-        rows = torch.zeros(total + row_bytes, dtype=torch.uint8, device=platform.device())
-        dist.all_to_all_single(
-            rows[:total],
-            sent,
-            sizes,
-            [sum(choices.nbytes for choices in of_rank) for of_rank in outgoing],
-            group=self._groups.members,
-        )
-        count(expert_bytes=total)
+        count(expert_bytes=len(rows) - row_bytes)
         return rows
 
     @contextlib.contextmanager

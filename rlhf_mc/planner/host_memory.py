@@ -10,8 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.roles import num_teacher_tokens, saves_checkpoints
-from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.roles import (
+    in_rollout_pool,
+    num_teacher_tokens,
+    saves_checkpoints,
+    shared_models,
+)
+from rlhf_mc.config.schema import Config, layouts, teachers
 from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.planner.lengths import responses_per_prompt
 from rlhf_mc.planner.memory import RankMemory, sum_by_name
@@ -33,9 +38,8 @@ _PER_TOKEN = 8
 _PER_RESPONSE_TOKEN = 100
 """Bytes of a response token in the batch, besides: 8 vectors of float32, and token and log-prob as
 Python's numbers."""
-_PER_TEACHER_TOKEN = 16
-"""Bytes of one of the teacher's most probable tokens at a response token, on each rank: its number
-and its log-prob, in the batch and in a mini-batch."""
+_PER_TEACHER_TOKEN = 8
+"""Bytes of one of the teacher's most probable tokens at a response token: number and log-prob."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,22 @@ def _rank_bytes(
     parts["batch"] = responses * (
         longest * _PER_TOKEN + cfg.data.max_response_length * _PER_RESPONSE_TOKEN
     )
-    of_teacher = num_teacher_tokens(cfg) * _PER_TEACHER_TOKEN
-    parts["teacher's tokens"] = float(responses * cfg.data.max_response_length * of_teacher)
+    parts["teacher's tokens"] = _teacher_sequences(cfg, world) * (
+        cfg.data.max_response_length * num_teacher_tokens(cfg) * _PER_TEACHER_TOKEN
+    )
     return parts
+
+
+def _teacher_sequences(cfg: Config, world: int) -> float:
+    """Return the most responses of which a rank has the teacher's tokens: those that its replica of
+    the teacher scores, or all of a teacher of a rollout pool; and those that its replica trains in
+    an update, sent and received."""
+    models = {role: shared_models(cfg).get(role, role) for role in teachers(cfg)}
+    in_pool = any(in_rollout_pool(cfg, role) for role in models)
+    replicas = [1] * in_pool + [role_mesh(cfg, of, world).dp for of in models.values()]
+    scored = cfg.data.train_batch_size / min(replicas, default=1)
+    trained = cfg.actor.ppo_mini_batch_size / role_mesh(cfg, "actor", world).dp
+    return (scored + 2 * trained) * cfg.rollout.n
 
 
 def saved_bytes(params: float, optimizer: float, mesh: Mesh) -> float:

@@ -384,19 +384,21 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
         peaks[phase] = {
             **sizes,
             "replayed experts": model.replayed_experts(cfg, sequences),
-            "teacher's tokens": _teacher_bytes(cfg, phase, budget),
+            "teacher's tokens": _teacher_bytes(cfg, phase, budget, model.mesh),
         }
     return peaks
 
 
-def _teacher_bytes(cfg: Config, phase: str, budget: int) -> float:
-    """Return the bytes of the teachers' most probable tokens in a phase. A teacher's pass has the
-    numbers of all rows that it scores, at most the whole batch; an update has those of a
-    micro-batch of `budget` tokens."""
+def _teacher_bytes(cfg: Config, phase: str, budget: int, mesh: Mesh) -> float:
+    """Return the bytes of the teachers' most probable tokens in a phase. A teacher's pass has those
+    of the rows that its replica scores, at most an equal part of the batch; an update has those of
+    a micro-batch of `budget` tokens. The exchange before it, without activations, is not counted.
+    mesh: of the model."""
     k = num_teacher_tokens(cfg)
     if phase == "update_actor":
         return float(budget * k * _TOP_IN_UPDATE)
-    tokens = cfg.data.train_batch_size * cfg.rollout.n * cfg.data.max_response_length
+    sequences = math.ceil(cfg.data.train_batch_size * cfg.rollout.n / mesh.dp)
+    tokens = sequences * cfg.data.max_response_length
     return float(tokens * (1 + 2 * k) * _RESULT) if phase in teachers(cfg) else 0.0
 
 

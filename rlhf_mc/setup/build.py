@@ -208,23 +208,14 @@ def _prompts(
     if environments is not None:
         data = replace(data, apply_chat_template_kwargs=environments.translator.prompt_arguments)
 
-    def load(
-        key: str,
-        files: Sequence[str],
-        most_rows: int,
-        messages: bool,
-        columns: Mapping[str | None, str] | None = None,
-    ) -> Prompts:
+    def load(key: str, files: Sequence[str], most_rows: int, messages: bool) -> Prompts:
+        of_key = teachers(cfg).values() if key == "data.train_files" else ()
+        columns = {t.key: t.prompt_key for t in of_key if t.prompt_key is not None}
         by_rule = scored_by_rule(cfg, key)
         return load_prompts(files, tokenizer, data, most_rows, key, by_rule, messages, columns)
 
-    columns = {t.key: t.prompt_key for t in teachers(cfg).values() if t.prompt_key is not None}
     train = load(
-        "data.train_files",
-        data.train_files,
-        data.train_max_samples,
-        train_messages or messages,
-        columns,
+        "data.train_files", data.train_files, data.train_max_samples, train_messages or messages
     )
     if not data.val_files:
         return train, Prompts([])

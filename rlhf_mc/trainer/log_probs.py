@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch, ragged_indices
 from rlhf_mc.models import heads
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import Head
+from rlhf_mc.models.sequence_rows import TopTokens
 from rlhf_mc.runtime.work import WAITING, working
 from rlhf_mc.topology.consensus import sum_over_ranks
 from rlhf_mc.trainer.run import Run
@@ -109,7 +111,9 @@ def teacher_log_probs(
         return batch
     k = num_teacher_tokens(run.config)
     student = run.actor.shape.vocab_size, run.config.rollout.temperature
-    scores = torch.zeros(len(batch.rollout_log_probs), 1 + 2 * k)
+    # the log-prob of each drawn token, and the probability of the teacher's most probable ones
+    scores = torch.zeros(len(batch.rollout_log_probs), 2)
+    top = TopTokens(run.groups, k)
     rows_of = {teacher: rows for teacher in run.teachers if len(rows := teacher.rows(prompts))}
     lens = batch.response_lens.numpy()
     tokens = {
@@ -121,17 +125,40 @@ def teacher_log_probs(
         rows = rows_of[teacher]
         read = teacher.batch(batch.select(rows), [prompts[i] for i in rows])
         with run.offload_schedule.phase(state.timer, teacher.role):
-            scores[tokens[teacher]] = teacher.score(read, *student, k).cpu()
+            sequences, part = teacher.score(read, *student, k)
+            part = part.cpu()
+        scored = rows[sequences]
+        positions = torch.from_numpy(ragged_indices(lens, scored.numpy()))
+        scores[positions] = torch.stack([part[:, 0], part[:, 1 + k :].exp().sum(1)], 1)
+        top.store(batch.select(scored), part[:, 1:])
     if own:
         with run.offload_schedule.phase(state.timer, "sum_log_probs"):
-            for part in scores.split(max(1, _SUMMED_TOGETHER // scores.shape[1])):
-                part.copy_(sum_over_ranks(part, own[0].engine.groups.members))
-    for teacher, of in tokens.items():
+            scores = sum_over_ranks(scores, own[0].engine.groups.members)
+    for teacher, rows in rows_of.items():
         if teacher.engine.groups.mesh.first:
+            of = tokens[teacher]
             scores[of] = from_rollout_pool(run, state, teacher.engine, scores[of])
+            if k:
+                _top_from_rollout_pool(run, state, teacher.engine, batch.select(rows), top)
     if not run.trains:
         return batch
     for teacher, of in tokens.items():  # an error is the same on every rank
-        state.metrics |= teacher.metrics(scores[of], batch.rollout_log_probs[of], state.step)
-    top = {"teacher_top": scores[:, 1:]} if k else {}
-    return batch.with_fields(teacher_log_probs=scores[:, 0].contiguous(), **top)
+        state.metrics |= teacher.metrics(scores[of], batch.rollout_log_probs[of], state.step, k)
+    run.actor.teacher_top = top if k else None
+    return batch.with_fields(teacher_log_probs=scores[:, 0].contiguous())
+
+
+def _top_from_rollout_pool(
+    run: Run, state: StepState, engine: ModelEngine, batch: RaggedBatch, top: TopTokens
+) -> None:
+    """Store on each rank that trains a share of the rows of a teacher of the rollout pool. batch:
+    the sequences that it has scored. As from_rollout_pool."""
+    rows = top.rows(batch)
+    if engine.groups.is_member:
+        for part in rows.split(max(1, _SUMMED_TOGETHER // rows.shape[1])):
+            part.copy_(sum_over_ranks(part, engine.groups.members))
+    rows = from_rollout_pool(run, state, engine, rows)
+    if run.trains:
+        share = np.arange(run.groups.rank, batch.num_sequences, run.groups.mesh.world)
+        kept = torch.from_numpy(ragged_indices(batch.response_lens.numpy(), share))
+        top.store(batch.select(torch.from_numpy(share)), rows[kept])

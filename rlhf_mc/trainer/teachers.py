@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from rlhf_mc import platform
@@ -43,32 +44,48 @@ class Teacher:
 
     def score(
         self, batch: RaggedBatch, vocab_size: int, temperature: float, k: int
-    ) -> torch.Tensor:
-        """Return this rank's part of top_log_probs of the drawn tokens, 0 elsewhere: [R, 1 + 2 k]
-        on the device. vocab_size: of the student. Every rank must call it.
+    ) -> tuple[np.ndarray, torch.Tensor]:
+        """Return the sequences that this rank scores, in ascending order, and top_log_probs of
+        their drawn tokens [tokens, 1 + 2 k] on the device. Each sequence is one rank's.
+        vocab_size: of the student. Every rank must call it.
 
         Vocabularies may be padded to other sizes: a token that the teacher lacks is read as its
         last one, and one that the student lacks has probability 0."""
-        common = min(vocab_size, self.engine.shape.vocab_size)
-        batch = replace(batch, tokens=batch.tokens.clamp(max=common - 1)).contexts()
-        micro_batches = my_micro_batches(self.engine, batch, self.budget)
-        head = teacher_head(common, temperature, k)
-        return self.engine.my_scores(batch, micro_batches, head, columns=1 + 2 * k)
+        engine = self.engine
+        common = min(vocab_size, engine.shape.vocab_size)
+        batch = replace(batch, tokens=batch.tokens.clamp(max=common - 1))
+        micro_batches = my_micro_batches(engine, batch, self.budget)
+        share = np.array(sorted(i for indices in micro_batches for i in indices), np.int64)
+        own = batch.select(torch.from_numpy(share))
+        of_teacher = teacher_head(common, temperature, k)
+        is_scored = torch.zeros_like(own.rollout_log_probs, device=platform.device()).bool()
+
+        def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+            if engine.groups.coordinate.tp == 0 and micro.packed.context.rank == 0:
+                is_scored[micro.response_index] = True
+            return of_teacher(model, states, micro)
+
+        for indices in micro_batches:
+            indices[:] = np.searchsorted(share, indices).tolist()
+        scores = engine.my_scores(own, micro_batches, head, columns=1 + 2 * k)
+        firsts = own.response_lens.cumsum(0) - own.response_lens
+        return share[is_scored.cpu()[firsts].numpy()], scores[is_scored]
 
     def metrics(
-        self, scores: torch.Tensor, rollout_log_probs: torch.Tensor, step: int
+        self, scores: torch.Tensor, rollout_log_probs: torch.Tensor, step: int, k: int
     ) -> dict[str, float]:
-        """Return the metrics of its tokens. scores: of top_log_probs, [tokens, 1 + 2 k];
-        rollout_log_probs: [tokens]. Raise UserError if a log-prob is not finite."""
+        """Return the metrics of its tokens. scores: log-prob, and probability of the k most
+        probable tokens, [tokens, 2]; rollout_log_probs: [tokens]. Raise UserError if one is not
+        finite."""
         if not scores.isfinite().all():
-            name = "model_path" if self.section.source is None else "source"
-            model = f"{self.role}.{name}: {getattr(self.section, name)}"
+            key = "model_path" if self.section.source is None else "source"
+            model = f"{self.role}.{key}: {getattr(self.section, key)}"
             raise UserError(f"{model}: a log-prob is not finite in step {step}")
         name = f"distillation/{self.role.rpartition('.')[2]}"
         kl = kl_estimate(rollout_log_probs, scores[:, 0], "k1").mean()
         metrics = {f"{name}/num_tokens": float(len(scores)), f"{name}/kl": float(kl)}
-        if k := scores.shape[1] // 2:
-            metrics[f"{name}/top_mass"] = float(scores[:, 1 + k :].exp().sum(1).mean())
+        if k:
+            metrics[f"{name}/top_mass"] = float(scores[:, 1].mean())
         return metrics
 
 
@@ -81,21 +98,3 @@ def check_taught(prompts: Sequence[Prompt], keys: Collection[str | None]) -> Non
                 f"{prompt.where}: no teacher for the data source {prompt.data_source!r}; those of "
                 f"distillation.teacher_models have the keys {named}"
             )
-
-
-def teacher_top(
-    batch: RaggedBatch, micro: MicroBatch
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Return the teacher's most probable tokens [r, k] int64 at the positions of a micro-batch that
-    this rank has, and their log-probs [r, k], on the device; None twice without forward_kl_topk. At
-    those of observations, of which it has scored none, any k tokens. The host does not wait for the
-    copy."""
-    if batch.teacher_top is None:
-        return None, None
-    rows = batch.teacher_top.index_select(0, torch.from_numpy(micro.own_rows))
-    k = rows.shape[1] // 2
-    of_observed = torch.cat([torch.arange(k), torch.full((k,), -20.0)])
-    num_observed = len(micro.targets) - len(rows)
-    rows = torch.cat([rows, of_observed.expand(num_observed, 2 * k)])
-    tokens, log_probs = platform.to_device([rows])[0].chunk(2, 1)
-    return tokens.long(), log_probs

@@ -31,6 +31,7 @@ from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, value_head
+from rlhf_mc.models.sequence_rows import TopTokens
 from rlhf_mc.models.statistics import LOG_PROBS, OptimizerStep
 from rlhf_mc.observability.metrics import mean_by_key
 from rlhf_mc.runtime.work import counted
@@ -39,7 +40,6 @@ from rlhf_mc.trainer.log_probs import compare_with_engine
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_state import StepState
-from rlhf_mc.trainer.teachers import teacher_top
 from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
 
@@ -83,6 +83,8 @@ class ActorTerms:
     """For importance weights of a batch without old log-probs."""
     distillation: DistillationLossConfig | None = None
     """None without teachers."""
+    teacher_top: TopTokens | None = None
+    """With forward_kl_topk."""
 
 
 def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
@@ -213,7 +215,8 @@ def actor_objective(
     def loss(
         model: object, states: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        tokens, teacher = teacher_top(mini, micro)
+        top = terms.teacher_top
+        tokens, teacher = (None, None) if top is None else top.of(micro)
         log_probs, entropy, *others = log_probs_and_entropy(
             model, states, micro.targets, vocab_size, temperature, tokens
         )
@@ -354,6 +357,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
             draws=step_generator(cfg.trainer.seed, state.step),
             correction=cfg.algorithm.rollout_correction,
             distillation=cfg.distillation.distillation_loss if run.teachers else None,
+            teacher_top=run.actor.teacher_top,
         )
         objective = partial(
             actor_objective,
@@ -367,6 +371,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         batch, metrics = update(
             run.actor, batch, minis, objective, budget, run.skipped, computes_old_log_probs
         )
+        run.actor.teacher_top = None  # to free them
         state.metrics |= metrics
         if computes_old_log_probs:
             compare_with_engine(run, state, batch.trained())

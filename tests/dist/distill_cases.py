@@ -15,8 +15,9 @@ from model_cases import TEMPERATURE, _my_micro_batches, logical_tensors, make_en
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
 from rlhf_mc.config.reward_schema import DistillationLossConfig, TeacherModelConfig
 from rlhf_mc.config.schema import ActorConfig, OptimConfig
-from rlhf_mc.data.batch import Prompt, RaggedBatch
+from rlhf_mc.data.batch import Prompt, RaggedBatch, ragged_indices
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.sequence_rows import TopTokens
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import sum_over_ranks
@@ -61,11 +62,19 @@ def student_and_teacher(
 def taught(
     actor: ModelEngine, teacher: Teacher, batch: RaggedBatch, prompts: Sequence[Prompt], k: int
 ) -> RaggedBatch:
-    """Return the batch with the teacher's log-probs."""
-    read = teacher.batch(batch, prompts)
-    scores = sum_over_ranks(teacher.score(read, actor.shape.vocab_size, TEMPERATURE, k))
-    top = {"teacher_top": scores[:, 1:].contiguous()} if k else {}
-    return batch.with_fields(teacher_log_probs=scores[:, 0].contiguous(), **top)
+    """Return the batch with the teacher's log-probs, and let the actor's losses read its most
+    probable tokens."""
+    batch = batch.with_fields(numbers=torch.arange(7, 7 + batch.num_sequences))
+    sequences, scores = teacher.score(
+        teacher.batch(batch, prompts), actor.shape.vocab_size, TEMPERATURE, k
+    )
+    positions = torch.from_numpy(ragged_indices(batch.response_lens.numpy(), sequences))
+    log_probs = torch.zeros(len(batch.rollout_log_probs))
+    log_probs[positions] = scores[:, 0]
+    actor.teacher_top = TopTokens(actor.groups, k) if k else None
+    if actor.teacher_top is not None:
+        actor.teacher_top.store(batch.select(sequences), scores[:, 1:])
+    return batch.with_fields(teacher_log_probs=sum_over_ranks(log_probs))
 
 
 def gradients(
@@ -76,17 +85,26 @@ def gradients(
     prompts: Sequence[Prompt],
     losses: Sequence[DistillationLossConfig],
     cfg: ActorConfig,
-) -> list[tuple[RaggedBatch, dict[str, float], dict[str, torch.Tensor]]]:
-    """Return for each loss the batch with the teacher's log-probs, the statistics of the actor's
-    loss, and its gradient of each logical tensor as gathered on this rank."""
+) -> list[tuple[RaggedBatch, torch.Tensor | None, dict[str, float], dict[str, torch.Tensor]]]:
+    """Return for each loss the batch with the teacher's log-probs, its most probable tokens [R, 2
+    k], the statistics of the actor's loss, and its gradient of each logical tensor as gathered on
+    this rank."""
     out = []
     with student_and_teacher(student, teacher, layouts) as (actor, model):
         actor.make_trainable(OptimConfig(), total_steps=1)
         for loss in losses:
             k = loss.topk if loss.loss_mode == "forward_kl_topk" else 0
             mini = taught(actor, model, batch, prompts, k)
+            top = actor.teacher_top
+            rows = None if top is None else sum_over_ranks(top.rows(mini))
             terms = ActorTerms(
-                POLICY_LOSSES["vanilla"], 0.0, 0.0, 1, torch.Generator(), distillation=loss
+                POLICY_LOSSES["vanilla"],
+                0.0,
+                0.0,
+                1,
+                torch.Generator(),
+                distillation=loss,
+                teacher_top=top,
             )
             objective = actor_objective(mini, cfg, actor.shape.vocab_size, TEMPERATURE, terms)
             stats = actor.backward(mini, _my_micro_batches(actor, mini, BUDGET), objective)
@@ -95,7 +113,7 @@ def gradients(
                 for name, param in actor.named_parameters().items()
                 if param.requires_grad
             }
-            out.append((mini, stats, logical_tensors(actor, grads)))
+            out.append((mini, rows, stats, logical_tensors(actor, grads)))
     return out
 
 

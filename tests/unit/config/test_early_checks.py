@@ -272,7 +272,7 @@ def test_settings_that_do_not_fit_the_world_size_or_files(
         ("reward_models.a.pool=rollout",
          "reward_models.a.pool is rollout; that needs resource_pools.rollout"),
         ("train=1 rollout=1 ref.pool=rollout actor.lora.rank=4 algorithm.use_kl_in_reward=true",
-         "ref.pool is rollout and actor.lora.rank is 4; the reference is the actor without its"),
+         "actor.lora.rank is 4 and ref.pool is rollout; the reference is the actor without its"),
         ("train=1 rollout=1 ref.pool=rollout ref.megatron.tensor_model_parallel_size=2",
          "ref.megatron.tensor_model_parallel_size 2 x ref.megatron.pipeline_model_parallel_size"
          " 1 = 2 does not divide the 1 processes of resource_pools.rollout; what would: 1"),
@@ -319,7 +319,7 @@ def test_pools_that_cannot_be(directory: Path, overrides: str, words: str) -> No
               ("actor", "teacher_models.t.megatron.param_offload=true",
                "t.megatron.param_offload is True; the teacher is that model: remove it"),
               ("ref", "teacher_models.t.pool=rollout", "t.pool is rollout; the teacher is that"),
-              ("ref", "ref.pool=rollout", "t.source is ref and ref.pool is rollout; a teacher's"),
+              ("ref", "ref.pool=rollout", "t.source is ref and ref.pool is rollout; the teacher"),
           )),
         ("teacher_models.t.megatron.tensor_model_parallel_size=3",
          "distillation.teacher_models.t.megatron.tensor_model_parallel_size 3 x"),

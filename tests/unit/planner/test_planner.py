@@ -443,9 +443,35 @@ def test_teachers_are_counted_in_phases_of_their_own(capsys: pytest.CaptureFixtu
     assert scored["teacher's tokens"] == tokens * (1 + 2 * 20) * 4
     assert phases["update_actor"]["teacher's tokens"] > 0
     assert [name for name, parts in phases.items() if f"{role} params" in parts] == [role]
-    assert found["host_memory"]["parts"]["teacher's tokens"] == 4 * tokens * 20 * 16
+    dp = 4 // cfg.actor.megatron.tensor_model_parallel_size
+    trained = 2 * tokens * cfg.actor.ppo_mini_batch_size / cfg.data.train_batch_size / dp
+    assert found["host_memory"]["parts"]["teacher's tokens"] == 4 * (tokens + trained) * 20 * 8
     # Products of all weights but the embedding, on 4 ranks at 989 TFLOP/s.
     sequences = cfg.data.train_batch_size * cfg.rollout.n
     length = cfg.data.max_prompt_length + cfg.data.max_response_length
     flops = 2 * 6.5e9 * sequences * length
     assert found["times"]["phases"][role]["products"] == pytest.approx(flops / 4 / 989e12, rel=0.15)
+
+
+@pytest.mark.parametrize("source", ["actor", "ref"])
+def test_a_teacher_that_is_the_policy_has_a_pass_and_no_weights(
+    capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    role = "distillation.teacher_models.t"
+    settings = [
+        "distillation.enabled=true",
+        f"{role}.source={source}",
+        f"{role}.log_prob_max_token_len_per_gpu=32768",
+        "algorithm.use_kl_in_reward=false",
+        "ref.megatron.param_offload=true",
+    ]
+    assert main([*PLAN_SMALL, "--json", *settings]) == 0
+    found = json.loads(capsys.readouterr().out)
+    phases = found["ranks"][0]["phases"]
+    with_reference = [name for name, parts in phases.items() if "ref params" in parts]
+    assert with_reference == ([role] if source == "ref" else [])
+    assert not any(f"{role} params" in parts for parts in phases.values())
+    assert phases[role]["activations"] == phases["old_log_prob"]["activations"]
+    times = found["times"]["phases"]
+    assert times[role]["products"] == times["old_log_prob"]["products"]
+    assert "ref" not in phases and "ref" not in times
