@@ -45,13 +45,8 @@ class FilePrompts:
         """Return the prompts without those at these indices."""
         remaining = np.setdiff1d(np.arange(len(self.lens)), list(indices))
         remains = np.repeat(np.isin(np.arange(len(self.lens)), remaining), self.lens)
-        return replace(
-            self,
-            tokens=self.tokens[remains],
-            lens=self.lens[remaining],
-            rows=self.rows[remaining],
-            teacher_lens=self.teacher_lens[remaining],
-        )
+        columns = {n: getattr(self, n)[remaining] for n in ("lens", "rows", "teacher_lens")}
+        return replace(self, tokens=self.tokens[remains], **columns)
 
 
 class Prompts(Sequence[Prompt]):

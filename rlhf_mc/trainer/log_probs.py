@@ -126,7 +126,6 @@ def teacher_log_probs(
         read = teacher.batch(batch.select(rows), [prompts[i] for i in rows])
         with run.offload_schedule.phase(state.timer, teacher.role):
             sequences, part = teacher.score(read, *student, k)
-            part = part.cpu()
         scored = rows[sequences]
         positions = torch.from_numpy(ragged_indices(lens, scored.numpy()))
         scores[positions] = torch.stack([part[:, 0], part[:, 1 + k :].exp().sum(1)], 1)

@@ -46,7 +46,7 @@ class Teacher:
         self, batch: RaggedBatch, vocab_size: int, temperature: float, k: int
     ) -> tuple[np.ndarray, torch.Tensor]:
         """Return the sequences that this rank scores, in ascending order, and top_log_probs of
-        their drawn tokens [tokens, 1 + 2 k] on the device. Each sequence is one rank's.
+        their drawn tokens [tokens, 1 + 2 k] on the host. Each sequence is one rank's.
         vocab_size: of the student. Every rank must call it.
 
         Vocabularies may be padded to other sizes: a token that the teacher lacks is read as its
@@ -65,11 +65,11 @@ class Teacher:
                 is_scored[micro.response_index] = True
             return of_teacher(model, states, micro)
 
-        for indices in micro_batches:
+        for indices in micro_batches:  # in place: the list may say how many ranks share it
             indices[:] = np.searchsorted(share, indices).tolist()
         scores = engine.my_scores(own, micro_batches, head, columns=1 + 2 * k)
         firsts = own.response_lens.cumsum(0) - own.response_lens
-        return share[is_scored.cpu()[firsts].numpy()], scores[is_scored]
+        return share[is_scored.cpu()[firsts].numpy()], scores.cpu()[is_scored.cpu()]
 
     def metrics(
         self, scores: torch.Tensor, rollout_log_probs: torch.Tensor, step: int, k: int
