@@ -123,6 +123,11 @@ def _distillation(cfg: Config) -> Iterator[str]:
                 f"{TEACHERS}.{name} has model_path {yaml_text(teacher.model_path)} and source "
                 f"{yaml_text(teacher.source)}; a teacher has one of them"
             )
+        if teacher.prompt_key is not None and cfg.rollout.environment.is_agent:
+            yield (
+                f"{TEACHERS}.{name}.prompt_key is {teacher.prompt_key}, and an agent's requests "
+                "have its prompts: remove it"
+            )
     keys = [teacher.key for teacher in teachers.values()]
     for name, teacher in teachers.items() if len(keys) > 1 else ():
         if teacher.key is None or keys.count(teacher.key) > 1:

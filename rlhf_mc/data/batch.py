@@ -387,11 +387,13 @@ def with_prompts(batch: RaggedBatch, prompts: Sequence[np.ndarray]) -> RaggedBat
     source = torch.from_numpy(ragged_indices(np.concatenate([lens, old_lens]), order))
     new = torch.from_numpy(np.concatenate(prompts))
     mask = batch.response_mask
+    starts = batch.context_starts
     return replace(
         batch,
         tokens=torch.cat([new, batch.tokens])[source],
         prompt_lens=torch.from_numpy(lens),
         response_mask=None if mask is None else torch.cat([new < 0, mask])[source],
+        context_starts=None if starts is None else torch.cat([new < 0, starts])[source],
     )
 
 

@@ -123,13 +123,12 @@ def teacher_log_probs(
     own = [teacher for teacher in rows_of if teacher.engine.groups.is_member]
     for teacher in own:
         rows = rows_of[teacher]
-        read = teacher.batch(batch.select(rows), [prompts[i] for i in rows])
+        read = teacher.batch(batch.select(rows), [prompts[i] for i in rows]).contexts()
         with run.offload_schedule.phase(state.timer, teacher.role):
             sequences, part = teacher.score(read, *student, k)
-        scored = rows[sequences]
-        positions = torch.from_numpy(ragged_indices(lens, scored.numpy()))
+        positions = tokens[teacher][ragged_indices(read.response_lens.numpy(), sequences)]
         scores[positions] = torch.stack([part[:, 0], part[:, 1 + k :].exp().sum(1)], 1)
-        top.store(batch.select(scored), part[:, 1:])
+        top.store(read.select(torch.from_numpy(sequences)), part[:, 1:])
     if own:
         with run.offload_schedule.phase(state.timer, "sum_log_probs"):
             scores = sum_over_ranks(scores, own[0].engine.groups.members)
@@ -138,7 +137,8 @@ def teacher_log_probs(
             of = tokens[teacher]
             scores[of] = from_rollout_pool(run, state, teacher.engine, scores[of])
             if k:
-                _top_from_rollout_pool(run, state, teacher.engine, batch.select(rows), top)
+                read = batch.select(rows).contexts()
+                _top_from_rollout_pool(run, state, teacher.engine, read, top)
     if not run.trains:
         return batch
     for teacher, of in tokens.items():  # an error is the same on every rank
