@@ -11,8 +11,9 @@ A line has `messages`; `tools`, if there are any; `score`; `step`; `row`, a dige
 row; `weights_step`, the step after which the weights drew the first token; and the tokens as they
 were: `prompt_ids`, `response_ids`, and `response_mask` with 1 for drawn ones. Messages are found by
 the texts that the chat template writes around contents. The model's are what it has drawn, calls of
-tools included. Each context of an agent is a conversation. Those with other texts, and ones that
-are cut off, are left out.
+tools included. Each context of an agent is a conversation; one that continues an earlier turn has
+its messages again, with 0 in response_mask. Those with other texts, and ones that are cut off, are
+left out.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Splitter:
             messages += [{"role": role, "content": content} for role, content in pairs]
         if not (is_drawn and stop):
             return None
-        parts = {"messages": messages, "tools": json_files.parse(tools)}
+        given = json_files.parse(tools)
+        parts = {"messages": messages, **({"tools": given} if given else {})}
         return {**parts, **{key: row[key] for key in KEYS}, "response_mask": mask[num_before:]}
 
     def _new_pattern(self, roles: tuple[str, ...], stop: str, tools: str) -> re.Pattern[str]:

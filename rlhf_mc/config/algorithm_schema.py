@@ -279,5 +279,6 @@ class AlgorithmConfig:
     """The experts that the actor's passes use. rollout: those that the rollout engine has chosen
     for each token (R3, arXiv 2510.11370), so that both compute the same function. recompute: those
     that the pass of the old log-probs has chosen (R2), in the updates. off: each pass chooses.
-    null: rollout for a model with experts, recompute for one with linear attention too, off for
-    others. The weights of the experts are the trainer's own (docs/algorithms.md)."""
+    null: rollout for a model with experts, recompute for one with linear attention too, or an
+    agent with new contexts, off for others. The weights of the experts are the trainer's own
+    (docs/algorithms.md)."""

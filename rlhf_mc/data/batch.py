@@ -85,7 +85,7 @@ class Generation:
 
     def context_start(self, end: int | None = None) -> int:
         """Return the place of the first token of the last context that begins before `end` (None:
-        of all); 0: it begins with the prompt."""
+        of all); 0 for the first one, which begins with the prompt."""
         before = self.log_probs[:end]
         if CONTEXT_START not in before:
             return 0
@@ -171,7 +171,7 @@ _PER_SEQUENCE = (
 )
 """Fields of RaggedBatch with one entry per sequence."""
 _NUMBER_BITS = 48
-"""Responses of a run, in bits; the numbers of further contexts have more."""
+"""Bits of a response's number; those above it are the index of the context."""
 _PER_TOKEN = ("tokens", "response_mask", "context_starts")
 """Fields with one entry per token."""
 

@@ -77,7 +77,7 @@ class AgentEnvironment:
         """The last answer is the last turn that the conversation has room for."""
         self._reward = 0.0
         """Rewards since the last turn."""
-        self.info = {"refused_requests": 0.0, "ignored_parameters": 0.0}
+        self.info = {"refused_requests": 0.0, "ignored_parameters": 0.0, "contexts": 1.0}
 
     async def reset(self, row: dict[str, Any]) -> StepResult:
         """Start the agent. Return its first request."""
@@ -122,10 +122,12 @@ class AgentEnvironment:
             self._program.cancel()
             await asyncio.wait({self._program})
 
-    async def answer(self, request: ChatRequest) -> dict[str, Any]:
+    async def answer(
+        self, request: ChatRequest, has_left: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
         """Return the body of the answer to a request, after those of earlier ones. One with the
-        messages of the last request is a client's second try, and gets the same. Raise RefusedError
-        for one that gets no turn."""
+        messages of the last request is a client's second try, and gets the same. has_left: returns
+        whether the client waits no more. Raise RefusedError for one that gets no turn."""
         new = [digest(message) for message in request.messages]
         if new == self._digests:
             return await self._answered()
@@ -136,6 +138,8 @@ class AgentEnvironment:
         self._num_parallel += 1
         try:
             async with self._one_at_a_time:
+                if has_left():
+                    raise RefusedError("the client has left", 499)
                 if new != self._digests:
                     self._accept(request, new)
                 return await self._answered()
@@ -169,7 +173,7 @@ class AgentEnvironment:
                 code="context_length_exceeded",
             )
         tools = tuple(request.tools or ())
-        turn = self._last_common_turn(digests, tools)
+        turn = self._continued_turn(digests, tools)
         last = len(self._histories) - 1
         if turn != last and self._server.cfg.rewritten_history == "refuse":
             raise RefusedError(
@@ -185,21 +189,23 @@ class AgentEnvironment:
                 message["name"] = self._names.get(message["tool_call_id"], "tool")
         self._request = request
         self._digests = digests
-        self._tools.append(tools)
+        self._tools.append(self._tools[turn] if turn >= 0 else tools)  # equal ones once
         self._turn = asyncio.get_running_loop().create_future()
         continues = None if turn == last else turn + 1
+        self.info["contexts"] += continues is not None
         given = (messages, self._reward, False, self.info, (), tools, request.limit, continues)
         self._reward = 0.0
         self._asked.set_result(StepResult(*given))
 
-    def _last_common_turn(self, digests: Sequence[int], tools: Any) -> int:
-        """Return the index of the last turn after which a request has new messages, with the same
-        tools; -1: none."""
-        for turn in reversed(range(len(self._histories))):
-            known = self._histories[turn]
-            if len(digests) > len(known) and [*digests[: len(known)]] == known:
-                return turn if tools == self._tools[turn] else -1
-        return -1
+    def _continued_turn(self, digests: Sequence[int], tools: Any) -> int:
+        """Return the index of the turn after which a request has new messages, with the same tools:
+        the one with the longest history, the last one of several; -1: none."""
+        turn = -1
+        for i, known in enumerate(self._histories):
+            is_longest = turn < 0 or len(known) >= len(self._histories[turn])
+            if is_longest and len(digests) > len(known) and [*digests[: len(known)]] == known:
+                turn = i
+        return turn if turn >= 0 and tools == self._tools[turn] else -1
 
     async def _next(self) -> StepResult:
         """Wait for a request, or for the end of the program. Raise Failure if that fails."""
@@ -284,7 +290,7 @@ class AgentServer:
                     body = agent_messages.chat_body(body) if is_messages else body
                     chat, num_ignored = chat_request(body, agent.sampling, ignores)
                     agent.info["ignored_parameters"] += num_ignored
-                    answer = await agent.answer(chat)
+                    answer = await agent.answer(chat, lambda: request.transport is None)
                     answer = agent_messages.message_body(answer) if is_messages else answer
                     if not chat.stream:
                         return _json(answer)

@@ -125,7 +125,8 @@ class Conversation:
         self.status = Status.SAMPLING
         if reply.ends:
             has_room = turn.finished or len(turn.token_ids) < self.max_response_length
-            self.response = replace(self.response, finished=has_room and not reply.token_ids)
+            is_cut = bool(reply.token_ids) or reply.is_context
+            self.response = replace(self.response, finished=has_room and not is_cut)
             self.status = Status.ENDED
         elif self.request.max_tokens == len(self.response.token_ids):
             self.status = Status.SUSPENDED
@@ -201,7 +202,8 @@ class Conversation:
         observation = (start, start + len(reply.token_ids))
         observed = [OBSERVED] * len(reply.token_ids)
         contexts = episode.contexts
-        if reply.is_context:
+        if reply.is_context and reply.token_ids:
+            self.num_cached = 0
             observed[0] = CONTEXT_START
             contexts = [*contexts, len(episode.observations)]
         self.episode = Episode(

@@ -61,12 +61,13 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**53)] | None = None
     """Maximum length of the next turn, by an agent's request."""
     is_context: bool = False
-    """The observation is a context of its own, which attends to nothing before it."""
+    """The observation is a context of its own, which attends to nothing before it; without tokens:
+    one that the response has no room for, so that it is truncated."""
 
     def __post_init__(self) -> None:
         if self.is_fatal and not (self.failed and self.ends):
             raise ValueError("is_fatal without a failure that ends the conversation")
-        if self.is_context and not self.token_ids:
+        if self.is_context and not (self.token_ids or self.ends):
             raise ValueError("is_context without tokens")
 
 

@@ -25,6 +25,7 @@ _FURTHER = frozenset({"token_ids", "tool_calls"})
 _CUT = "...(truncated)..."
 _NO_OBSERVATION = "no text, tokens or messages"
 _MOST_OTHER_BYTES = 1 << 18
+_MOST_AGENT_BYTES = 1 << 22
 Sliceable = TypeVar("Sliceable", str, list[Any])
 
 Observation = str | Sequence[int | dict[str, Any]]
@@ -90,8 +91,8 @@ class StepResult:
     max_tokens: int | None = None
     """Maximum length of the next turn, by an agent's request; None: that of the settings."""
     continues: int | None = None
-    """Number of the turn that an agent's messages follow in a new context, from 1; 0: they are all
-    of it; None: they follow the last turn."""
+    """Number of the turn that an agent's messages follow in a new context, from 1; 0: they are the
+    whole context; None: they follow the last turn."""
 
 
 StepOutcome = StepResult | Failure
@@ -112,8 +113,10 @@ def where(cfg: EnvironmentConfig) -> str:
 
 def most_answer_bytes(cfg: EnvironmentConfig) -> int:
     """Return the largest size of an answer: observations of the largest length in UTF-8, and 256
-    KiB
-    for numbers, further messages and their other texts."""
+    KiB for numbers, further messages and their other texts; of an agent, which may send all its
+    messages again, 4 MiB."""
+    if cfg.is_agent:
+        return _MOST_AGENT_BYTES
     num_observations = cfg.max_parallel_calls if cfg.has_tools else 1
     return min(4 * num_observations * cfg.max_observation_length + _MOST_OTHER_BYTES, MOST_BYTES)
 

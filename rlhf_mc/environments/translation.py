@@ -140,13 +140,13 @@ class Translator:
         is_last = answer.done or is_last_turn
         # With an observation that does not fit, the response is truncated.
         room = conversation.room - is_first
-        is_context = answer.continues is not None
-        # a context has a turn
-        is_last = is_last or (is_context and len(tokens) >= room)
+        is_context = answer.continues is not None and not (is_first or is_last)
+        if is_context and len(tokens) >= room:  # a context has a turn
+            is_last = True
         tokens = [] if is_last else tokens[:room]
         ends = is_last or (not is_first and len(tokens) == room)
         given = (answer.reward, {**answer.info}, ends, failed, is_fatal, answer.max_tokens)
-        return Reply(iteration, tokens, *given, is_context and bool(tokens))
+        return Reply(iteration, tokens, *given, is_context)
 
     def compare(self, conversation: Conversation, index: int, answer: StepOutcome) -> None:
         """Warn if an environment that begins again answers an earlier turn otherwise than
@@ -171,7 +171,7 @@ class Translator:
             return []
         follows = index if answer.continues is None else answer.continues
         turns = conversation.turns
-        if follows not in range(-1, len(turns)):
+        if answer.continues is not None and follows not in range(len(turns)):
             raise Failure("invalid", f"it continues turn {follows} of {len(turns) - 1}")
         turn = turns[follows]
         messages = conversation.prompt.messages

@@ -189,7 +189,9 @@ class Conversations:
         turn = self._turn_id(conversation)
         replies = self._journal.replies(turn)
         recorded = replies.get(conversation.digest)
-        if recorded is not None and len(recorded.token_ids) <= conversation.room:
+        if recorded is not None and (
+            len(recorded.token_ids) + recorded.is_context <= conversation.room
+        ):
             self._recorded[number] = recorded
             self._num_unused -= self._environments.is_here(conversation.key)
         elif self._journal.is_replay and replies:

@@ -111,13 +111,14 @@ def _rank_bytes(
 def _teacher_sequences(cfg: Config, world: int) -> float:
     """Return the most responses of which a rank has the teacher's tokens: those that its replica of
     the teacher scores, or all of a teacher of a rollout pool; and those that its replica trains in
-    an update, sent and received."""
+    an update, received and sent to each rank of a replica's last stage."""
     models = {role: shared_models(cfg).get(role, role) for role in teachers(cfg)}
     in_pool = any(in_rollout_pool(cfg, role) for role in models)
     replicas = [1] * in_pool + [role_mesh(cfg, of, world).dp for of in models.values()]
     scored = cfg.data.train_batch_size / min(replicas, default=1)
-    trained = cfg.actor.ppo_mini_batch_size / role_mesh(cfg, "actor", world).dp
-    return (scored + 2 * trained) * cfg.rollout.n
+    mesh = role_mesh(cfg, "actor", world)
+    trained = cfg.actor.ppo_mini_batch_size / mesh.dp
+    return (scored + (1 + mesh.tp * mesh.cp) * trained) * cfg.rollout.n
 
 
 def saved_bytes(params: float, optimizer: float, mesh: Mesh) -> float:

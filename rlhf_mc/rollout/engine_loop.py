@@ -5,6 +5,7 @@ shares the requests with the other engines.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -189,7 +190,7 @@ def _step(
     num_cached += num_added + num_sampled
     clock.step(num_sampled, num_added - num_reused, num_cached * engine.cached_token_cost)
     num_cached -= sum(
-        len(requests[number].prompt) + len(response.token_ids)
+        len(replace(requests[number], partial=response).tokens)
         for number, response in finished.items()
     )
     return finished, num_sampled, num_cached

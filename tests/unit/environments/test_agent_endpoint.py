@@ -257,13 +257,14 @@ def test_a_rewritten_history_begins_a_context(agent: Any) -> None:
     turns = split_turns(Letters(), ended[1].token_ids, conversations.episode(1))  # type: ignore[arg-type]
     assert [kind for kind, _ in turns[::2]] == ["observation", *["context"] * 5]
     assert {kind for kind, _ in turns[1::2]} == {"response"}
+    assert conversations.episode(1).info["contexts"] == 6
 
 
 def test_a_context_that_does_not_fit_ends_the_conversation(agent: Any) -> None:
     body = "await turn()\nmessages[0]['content'] = 'x' * 60\nawait turn()"
     ended, conversations = agent(body, limit=80)
     assert Letters().decode(ended[1].token_ids) == "user>go\2\n<assistant>a\2"
-    assert conversations.episode(1).failure is None
+    assert conversations.episode(1).failure is None and not ended[1].finished
 
 
 def test_other_sampling_parameters_are_ignored_by_a_setting(agent: Any) -> None:
@@ -304,7 +305,7 @@ FAULTS = {
     "await turn()\nos.kill(os.getpid(), 9)": ("exited", "ended"),
     "await turn()\nreturn 'much'": ("invalid", "returned 'much', expected a number"),
     "return 1.0": ("invalid", "the agent has ended without a request"),
-    "messages[0]['content'] = 'x' * 10**6\nawait turn()": ("invalid", "bytes; at most"),
+    "messages[0]['content'] = 'x' * 5 * 10**6\nawait turn()": ("invalid", "bytes; at most"),
 }
 
 
