@@ -76,9 +76,8 @@ def write_samples(
     with unfinished.open("w", encoding="utf-8") as file:
         columns = zip(prompts, inputs, outputs, responses, scores, tokens, steps, strict=True)
         for prompt, text, output, response, score, more, weights_step in columns:
-            if (
-                len(prompt.token_ids) == 1 and prompt.messages
-            ):  # of an agent, whose first request has the messages
+            # an agent's first request has the messages
+            if len(prompt.token_ids) == 1 and prompt.messages:
                 text = "\n".join(str(message["content"]) for message in prompt.messages)
             row = {
                 "input": text,
