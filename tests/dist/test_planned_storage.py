@@ -130,7 +130,10 @@ def test_weight_update(
     cfg = load_config(
         str(
             write_config(
-                tmp_path, actor={"megatron": {**sizes, "dtype": "bfloat16"}}, rollout=rollout
+                tmp_path,
+                actor={"megatron": {**sizes, "dtype": "bfloat16"}},
+                rollout=rollout,
+                algorithm={"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
             )
         ),
         [],

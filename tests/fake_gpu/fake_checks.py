@@ -240,6 +240,7 @@ WITHOUT_ENTRY = {
     "_fused_adamw": "torch.optim.AdamW(fused=True) of float32: FusedAdamWKernel.cu",
     "convolution": "conv1d, of which OpInfo has the name of torch.nn.functional: cuDNN",
     "convolution_backward": "the same",
+    "_embedding_bag_forward_only": "torch.nn.functional.embedding_bag: EmbeddingBag.cu",
     "all_gather_copy_in": "of fully_shard: a copy into parts of a buffer",
     "chunk_cat": "of fully_shard: _chunk_cat_out_cuda (native_functions.yaml)",
 }

@@ -446,7 +446,7 @@ if is_hostile:
         posts = [asyncio.create_task(http.post(url, json={
             "messages": [{"role": "user", "content": f"go {i}"}]})) for i in range(1000)]
         statuses = [answer.status_code for answer in await asyncio.gather(*posts)]
-        assert statuses.count(200) == 16 and {*statuses} == {200, 400, 429}, sorted(statuses)
+        assert statuses.count(200) == 16 and {*statuses} <= {200, 400, 429}, sorted(statuses)
         return 1.0
 await turn()
 """

@@ -76,7 +76,7 @@ OBSERVATIONS = {
 REASONS = {
     "message(name='x' * 20_000_000)": "returned messages of more than 262,176 bytes",
     "message('', '') * 300_000": "returned messages of more than 262,176 bytes",
-    "message('', '') * 20_000": "its answer has 320,079 bytes; at most 262,176 are allowed",
+    "message('', '') * 20_000": "its answer has 320,090 bytes; at most 262,176 are allowed",
     "[2**70]": "its answer cannot be sent (can't serialize ints",
     "[np.int64(7)]": "an observation with int64 in it: no text, tokens or messages",
     "np.zeros(2)": "returned an observation of ndarray",
