@@ -30,7 +30,7 @@ class EnvironmentConfig:
     ignored, counted in reward_extra/<data_source>/ignored_parameters."""
     rewritten_history: Literal["new_context", "refuse"] = "new_context"
     """An agent's request that does not continue the conversation's messages (a rewritten history, a
-    sub-agent, a parallel request) begins a new context of the same response, or is refused."""
+    sub-agent, a parallel request) begins a new context within the response, or is refused."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class's constructor; of an agent's function."""
     first_observation: bool = False

@@ -86,10 +86,10 @@ class Generation:
     def context_start(self, end: int | None = None) -> int:
         """Return the place of the first token of the last context that begins before `end` (None:
         of all); 0 for the first one, which begins with the prompt."""
-        before = self.log_probs[:end]
-        if CONTEXT_START not in before:
+        if CONTEXT_START not in self.log_probs:
             return 0
-        return len(before) - 1 - before[::-1].index(CONTEXT_START)
+        starts = (i for i, x in enumerate(self.log_probs[:end]) if x == CONTEXT_START)
+        return max(starts, default=0)
 
 
 NOTHING = Generation([], [], finished=False)
@@ -322,11 +322,12 @@ class RaggedBatch:
         if self.context_starts is None or not self.context_starts.any():
             return self
         ends = self.seq_lens.cumsum(0).numpy()
-        starts = np.union1d(ends - self.seq_lens.numpy(), self.context_starts.nonzero().flatten())
+        firsts = ends - self.seq_lens.numpy()
+        starts = np.union1d(firsts, self.context_starts.nonzero().flatten())
         is_drawn = self.drawn_mask.numpy()
         drawn = np.flatnonzero(is_drawn)
         prompt_lens = drawn[np.searchsorted(drawn, starts)] - starts
-        prompt_lens[np.searchsorted(starts, ends - self.seq_lens.numpy())] = self.prompt_lens
+        prompt_lens[np.searchsorted(starts, firsts)] = self.prompt_lens
         lens = np.diff(starts, append=ends[-1:])
         num_drawn = np.add.reduceat(is_drawn.astype(np.int64), starts)
         rest = dict.fromkeys(_PER_SEQUENCE)
@@ -425,9 +426,7 @@ def _with_mask(batch: RaggedBatch) -> RaggedBatch:
     lens = torch.stack([batch.prompt_lens, batch.response_lens], dim=1).flatten()
     mask = torch.tensor([False, True]).repeat(batch.num_sequences).repeat_interleave(lens)
     return replace(
-        batch,
-        response_mask=mask,
-        observation_lens=torch.zeros_like(batch.response_lens),
+        batch, response_mask=mask, observation_lens=torch.zeros_like(batch.response_lens)
     )
 
 

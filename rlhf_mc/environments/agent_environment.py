@@ -64,7 +64,7 @@ class AgentEnvironment:
         """Digests of its messages."""
         self._turn: asyncio.Future[dict[str, Any] | None]
         """The body of its answer; None: the conversation has ended."""
-        self._one_at_a_time = asyncio.Semaphore()
+        self._one_at_a_time = asyncio.Lock()
         self._num_parallel = 0
         """Requests that wait for a turn."""
         self._histories: list[list[int]] = []

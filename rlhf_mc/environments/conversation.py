@@ -107,7 +107,7 @@ class Conversation:
         limit."""
         assert self.status is Status.SAMPLING, self.status
         self.response = response
-        self.num_cached = len(self.context())
+        self.num_cached = replace(self.whole_request, partial=response).num_tokens
         is_complete = response.finished or len(response.token_ids) == self.turn_limit
         self.status = Status.WAITING if is_complete else Status.SUSPENDED
 
@@ -145,12 +145,10 @@ class Conversation:
         seed = (self.whole_request.seed + self.response.context_start()) % 2**63
         return replace(self.whole_request, seed=seed, partial=self.response, max_tokens=limit)
 
-    def context(self, turn: int | None = None) -> list[int]:
-        """Return the tokens of a turn's context, up to its end; of the last context by default."""
-        end = None if turn is None else max(self.turn_positions[turn], default=-1) + 1
-        start = self.response.context_start(end)
-        prompt = [] if start else self.whole_request.prompt.tolist()
-        return [*prompt, *self.response.token_ids[start:end]]
+    def context(self, turn: int) -> list[int]:
+        """Return the tokens of a turn's context, up to its end."""
+        end = max(self.turn_positions[turn], default=-1) + 1
+        return replace(self.whole_request, partial=self.response).tokens(end)
 
     @property
     def is_before_first(self) -> bool:

@@ -58,12 +58,18 @@ class Request:
     """Maximum length of this response, `partial` included, at most Sampling.max_tokens; None:
     Sampling.max_tokens."""
 
+    def tokens(self, end: int | None = None) -> list[int]:
+        """Return the tokens that the engine continues: of the last context of the first `end`
+        tokens of the partial response (None: of all)."""
+        start = self.partial.context_start(end)
+        prompt = [] if start else self.prompt.tolist()
+        return [*prompt, *self.partial.token_ids[start:end]]
+
     @property
-    def tokens(self) -> list[int]:
-        """Tokens that the engine continues: of the last context."""
+    def num_tokens(self) -> int:
+        """Number of tokens that the engine continues."""
         start = self.partial.context_start()
-        tokens = self.partial.token_ids
-        return tokens[start:] if start else [*self.prompt.tolist(), *tokens]
+        return len(self.partial.token_ids) - start + (0 if start else len(self.prompt))
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _begin(
     if not added:
         return 0
     engine.add(added, sampling)
-    return sum(len(request.tokens) for request in added)
+    return sum(request.num_tokens for request in added)
 
 
 def _step(
@@ -190,7 +190,7 @@ def _step(
     num_cached += num_added + num_sampled
     clock.step(num_sampled, num_added - num_reused, num_cached * engine.cached_token_cost)
     num_cached -= sum(
-        len(replace(requests[number], partial=response).tokens)
+        replace(requests[number], partial=response).num_tokens
         for number, response in finished.items()
     )
     return finished, num_sampled, num_cached

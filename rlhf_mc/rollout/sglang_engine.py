@@ -225,7 +225,7 @@ class SGLangEngine:
             self._scheduler.handle_generate_request(
                 TokenizedGenerateReqInput(
                     rid=str(request.number),
-                    input_ids=array("q", request.tokens),
+                    input_ids=array("q", request.tokens()),
                     sampling_params=params,
                     stream=False,
                     **_NO_LOG_PROBS,

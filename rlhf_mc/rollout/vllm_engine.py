@@ -285,7 +285,7 @@ class VLLMEngine:
                 # Not LLM.generate: it renders each prompt first, which tokens do not need, in a
                 # quarter of the time of adding a request. Not LLMEngine.add_request: vLLM's output
                 # processor would wait for each token.
-                prompt = tokens_input(request.tokens)
+                prompt = tokens_input(request.tokens())
                 params = sampling_params(sampling, request, draws_itself=self._draws is None)
                 core_request = engine.input_processor.process_inputs(
                     str(request.number), prompt, params, engine.get_supported_tasks()

@@ -208,8 +208,8 @@ def actor_objective(
     is_geometric = terms.policy_loss.has_geometric_weights
     computes_old_log_probs = mini.old_log_probs is None
     per_token = _actor_fields(mini, cfg, terms)
-    lens = mini.contexts().observation_lens
-    num_observed = 0 if lens is None or cfg.env_loss_coef == 0 else int(lens.sum())
+    lens = None if cfg.env_loss_coef == 0 else mini.contexts().observation_lens
+    num_observed = 0 if lens is None else int(lens.sum())
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))
 
     def loss(

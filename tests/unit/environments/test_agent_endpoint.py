@@ -254,7 +254,8 @@ def test_a_rewritten_history_begins_a_context(agent: Any) -> None:
     assert texts[5].endswith("<user>more\2\n<assistant>f\2")
     drawn = [t for t, x in zip(ended[1].token_ids, log_probs, strict=True) if x == -1.0]
     assert Letters().decode(drawn) == "".join(f"{letter}\2" for letter in "abcdef")
-    turns = split_turns(Letters(), ended[1].token_ids, conversations.episode(1))  # type: ignore[arg-type]
+    letters: Any = Letters()
+    turns = split_turns(letters, ended[1].token_ids, conversations.episode(1))
     assert [kind for kind, _ in turns[::2]] == ["observation", *["context"] * 5]
     assert {kind for kind, _ in turns[1::2]} == {"response"}
     assert conversations.episode(1).info["contexts"] == 6

@@ -103,12 +103,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row = Prompt(number, np.array([prompt], np.int32), "sums", number // 2, messages=ASKED)
         generation = Generation(list(itertools.chain(*parts)), log_probs, True)
         rows.append((row, generation, Score(float(number > 0), episode=episode)))
-    prompts, generations, scores = map(list, zip(*rows, strict=True))
-    batch = build_batch(prompts, Responses.of(generations))  # type: ignore[arg-type]
+    columns: Any = map(list, zip(*rows, strict=True))
+    prompts, generations, scores = columns
+    batch = build_batch(prompts, Responses.of(generations))
     ages = torch.arange(int(batch.response_lens.sum())).flip(0)
     batch = dataclasses.replace(batch, token_ages=ages // int(batch.response_lens[0]))
     responses = batch.responses()
-    write_samples(root / "train_generations", 9, tokenizer, prompts, responses, scores, batch)  # type: ignore[arg-type]
+    write_samples(root / "train_generations", 9, tokenizer, prompts, responses, scores, batch)
     return root
 
 
