@@ -150,6 +150,18 @@ VARIANTS = (
     Variant("smollm2_grpo", "configs/smollm2_grpo.yaml", least=0.60),
     Variant("smollm2_ppo", "configs/smollm2_ppo.yaml", least=0.60),
     Variant(
+        "smollm2_ppo_decoupled",
+        "configs/smollm2_ppo.yaml",
+        ("algorithm.gae_lambda_value=1.0", "algorithm.gae_lambda_policy=0.95"),
+        least=0.60,
+    ),
+    Variant(
+        "smollm2_ppo_adaptive",
+        "configs/smollm2_ppo.yaml",
+        ("algorithm.length_adaptive_alpha=1.0",),
+        least=0.60,
+    ),
+    Variant(
         "smollm2_lora",
         "configs/smollm2_grpo.yaml",
         ("actor.lora.rank=32", "actor.lora.alpha=64", "actor.optim.lr=1e-4"),
