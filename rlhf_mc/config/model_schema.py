@@ -101,7 +101,7 @@ class FrozenMegatronConfig:
     the same communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
     param_offload: bool = False
     """Offload the weights to host memory in phases that do not use them (table in
-    config/device_placement.py). Not for an actor whose weights the rollout engine shares
+    config/roles.py). Not for an actor whose weights the rollout engine shares
     (reshard.share_weights). On a CPU nothing is saved."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations. With bfloat16, main parameters and gradient reduction are

@@ -1,7 +1,11 @@
-"""Conclusions from the settings: the models that a run has besides the actor, and what null stands
-for. No torch."""
+"""Conclusions from the settings: the models that a run has besides the actor, what null stands for,
+and the device placement of each phase, which the offload schedule establishes and the planner
+counts. No torch.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from rlhf_mc.config.algorithm_schema import (
     ESTIMATOR_NEEDS,
@@ -11,6 +15,7 @@ from rlhf_mc.config.algorithm_schema import (
     RouterReplayMode,
 )
 from rlhf_mc.config.model_schema import fsdp_config
+from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.schema import (
     Config,
     DataConfig,
@@ -251,3 +256,57 @@ def absent_roles(cfg: Config) -> list[str]:
         if role != "actor"
         and not is_present.get(role, role in (*reward_models(cfg), *teachers(cfg)))
     ]
+
+
+UNCHANGED = None
+"""Placement of a phase that needs nothing on the device: it stays as it was."""
+_PLACED = ("actor", "critic", "ref", "rollout", "reward_model")
+"""The roles of the columns of DEVICE_PLACEMENT; the last one is the scorer's."""
+
+# fmt: off
+DEVICE_PLACEMENT: dict[str, tuple[str, str, str, str, str] | None] = {
+    #                  actor               critic              reference rollout engine      scorer
+    "update_weights": ("params",           "",                 "",       "weights",          ""),
+    "gen":            ("",                 "",                 "",       "weights kv_cache", ""),
+    "testing":        ("",                 "",                 "",       "weights kv_cache", ""),
+    "reward":          UNCHANGED,
+    "old_log_prob":   ("params",           "",                 "",       "",                 ""),
+    "ref":            ("",                 "",                 "params", "",                 ""),
+    "reward_model":   ("",                 "",                 "",       "",              "params"),
+    "teacher_model":  ("",                 "",                 "",       "",              "params"),
+    "values":         ("",                 "params",           "",       "",                 ""),
+    "sum_log_probs":   UNCHANGED,
+    "adv":             UNCHANGED,
+    "update_critic":  ("",                 "params grads",     "",       "",                 ""),
+    "update_actor":   ("params grads",     "",                 "",       "",                 ""),
+    "load_checkpoint":("params optimizer", "params optimizer", "",       "",                 ""),
+    "save_checkpoint":("params optimizer", "params optimizer", "",       "",                 ""),
+    "export":         ("params",           "",                 "",       "",                 ""),
+}
+# fmt: on
+"""The parts that each phase needs on the device. All others are offloaded if the settings allow it:
+params, grads and optimizer by
+{actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of the rollout
+engine by rollout.free_cache_engine. An update brings the optimizer state for each of its steps
+(Offload.optimizer_step); it stays between them where the planner finds room. Each of reward_models
+and each teacher has a phase of its own, in which it is the scorer. Weights that the engine shares
+with the actor (reshard.share_weights) stay on the device: the actor's params then cannot be
+offloaded, and the engine's sleep skips them."""
+
+Placement = Mapping[str, frozenset[str]]
+
+
+def parts_on_device(phase: str, shared: Mapping[str, str] | None = None) -> Placement | None:
+    """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase
+    of a reward model or a teacher is named after its role, and needs that model.
+    shared: what `shared_models` returns."""
+    row = DEVICE_PLACEMENT[unnamed(phase)]
+    if row is None:
+        return None
+    is_scoring = unnamed(phase) in ("reward_model", "teacher_model")
+    placed = (*_PLACED[:-1], phase if is_scoring else _PLACED[-1])
+    parts = {role: frozenset(names.split()) for role, names in zip(placed, row, strict=True)}
+    for role, other in (shared or {}).items():
+        if role in parts:
+            parts[other] |= parts.pop(role)
+    return parts

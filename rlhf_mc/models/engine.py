@@ -21,6 +21,7 @@ from rlhf_mc.config.model_schema import fsdp_config
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.adapted_layers import adapters_off
+from rlhf_mc.models.expert_parts import RouterBalance
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.gpt_model import PackedGPT, enable_input_gradients
 from rlhf_mc.models.heads import Head
@@ -39,7 +40,6 @@ from rlhf_mc.models.pipeline import (
     OnLastStage,
     loss_of_dummy,
 )
-from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay, replayed
 from rlhf_mc.models.sequence_rows import TopTokens
 from rlhf_mc.models.statistics import LOG_PROBS, Exchange, OptimizerStep, StatisticSums

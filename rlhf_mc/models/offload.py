@@ -148,7 +148,7 @@ class Offload:
                 raise RuntimeError(
                     f"the {name} of {self._name} are offloaded; they are used outside of the "
                     "phases that have them on "
-                    "the device (config/device_placement.py)"
+                    "the device (config/roles.py)"
                 )
 
 

@@ -22,6 +22,7 @@ from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.data.balance import num_sharing_ranks
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.context_parallel import Context
+from rlhf_mc.models.expert_parts import RouterBalance
 from rlhf_mc.models.forward import (
     MicroBatch,
     pack_micro_batch,
@@ -32,7 +33,6 @@ from rlhf_mc.models.forward import (
 from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.models.heads import output_weight
 from rlhf_mc.models.megatron_patches import megatron_calls, own_operations
-from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay
 from rlhf_mc.models.transformer_engine import token_multiple
 from rlhf_mc.runtime.work import count, working

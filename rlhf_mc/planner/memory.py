@@ -1,7 +1,7 @@
 """Device memory of each rank in each phase of a step, from the settings and the shapes of the
 models.
 
-What is resident follows from config/device_placement.py and the offload settings, as the offload
+What is resident follows from config/roles.py and the offload settings, as the offload
 schedule moves it.
 The rollout engine takes the share of the device that rollout.gpu_memory_utilization gives it.
 """
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.run_shapes import router_replay
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.roles import (
     has_contiguous_experts,
     has_ref_pass,
     has_rollout_pool,
     num_teacher_tokens,
     num_training_ranks,
+    parts_on_device,
     shared_models,
     shares_weights,
     token_budgets,

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from rlhf_mc.architectures.layer import Layer
 from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flops, output_flops
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
-from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.roles import (
     has_rollout_pool,
     in_rollout_pool,
     overlaps_reduction,
+    parts_on_device,
     shared_models,
 )
 from rlhf_mc.config.schema import Config, layouts

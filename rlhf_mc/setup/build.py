@@ -83,7 +83,7 @@ from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import MOST_CONSECUTIVE, SkippedUpdates
-from rlhf_mc.trainer.step_schedule import StepSchedule
+from rlhf_mc.trainer.step_state import StepSchedule
 from rlhf_mc.trainer.teachers import Teacher
 
 

@@ -30,7 +30,7 @@ from rlhf_mc.config.schema import (
 )
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
-from rlhf_mc.models.router_balance import RouterBalance
+from rlhf_mc.models.expert_parts import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay
 from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
 from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors

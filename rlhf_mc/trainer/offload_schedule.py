@@ -1,5 +1,5 @@
 """The offload schedule: what changes between the device placements of two phases
-(config/device_placement.py) is offloaded and onloaded. Tensors are moved by models/offload.py, the
+(config/roles.py) is offloaded and onloaded. Tensors are moved by models/offload.py, the
 rollout engine sleeps by its own method.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rlhf_mc.config.device_placement import Row, parts_on_device
+from rlhf_mc.config.roles import Placement, parts_on_device
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, RolloutEngine
@@ -39,7 +39,7 @@ class OffloadSchedule:
 
     @contextmanager
     def phase(self, timer: PhaseTimer, name: str) -> Iterator[None]:
-        """Establish the phase's row of TABLE, then run and time the body. Moves are timed as
+        """Establish the phase's placement, then run and time the body. Moves are timed as
         "offload"; without a move there is no such time."""
         row = parts_on_device(name, self._shared)
         if row is not None and self._differs(row):
@@ -57,14 +57,14 @@ class OffloadSchedule:
             if size
         }
 
-    def _differs(self, row: Row) -> bool:
+    def _differs(self, row: Placement) -> bool:
         moves = any(
             engine.offload.differs_from(row.get(role, _NOTHING))
             for role, engine in self._engines.items()
         )
         return moves or (self._rollout is not None and self._rollout.awake != row["rollout"])
 
-    def _enter(self, row: Row) -> None:
+    def _enter(self, row: Placement) -> None:
         """Establish the row: offload first, to make room, then onload."""
         for role, engine in self._engines.items():
             engine.offload.offload_all_but(row.get(role, _NOTHING))

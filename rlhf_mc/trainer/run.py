@@ -28,7 +28,7 @@ from rlhf_mc.trainer.pool.group_pool import GroupPool
 from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.reward_models import RewardModel
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
-from rlhf_mc.trainer.step_schedule import StepSchedule
+from rlhf_mc.trainer.step_state import StepSchedule
 from rlhf_mc.trainer.teachers import Teacher
 
 

@@ -26,8 +26,8 @@ from rlhf_mc.config.model_schema import FsdpConfig
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
+from rlhf_mc.models.expert_parts import RouterBalance
 from rlhf_mc.models.heads import log_prob_head, value_head
-from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.layout import correction_biases

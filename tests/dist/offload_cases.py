@@ -16,7 +16,7 @@ from cases import built_run
 from gpu_parts.engines import score_tokens
 from model_cases import _my_micro_batches, _objective, make_engine, mesh_groups
 
-from rlhf_mc.config.device_placement import TABLE
+from rlhf_mc.config.roles import DEVICE_PLACEMENT
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
@@ -45,7 +45,7 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
     phase = PhaseTimer.phase
 
     def record_phase(timer: PhaseTimer, name: str) -> Any:
-        if name in TABLE:
+        if name in DEVICE_PLACEMENT:
             on_device[name] = {
                 role: groups_on_device(engine)
                 for role, engine in run.offload_schedule._engines.items()

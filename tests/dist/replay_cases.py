@@ -28,9 +28,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from rlhf_mc.config.schema import ActorConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.expert_parts import RouterBalance
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_prob_head
-from rlhf_mc.models.router_balance import RouterBalance
 from rlhf_mc.models.router_replay import ExpertReplay
 from rlhf_mc.patching import replaced
 from rlhf_mc.runtime.preemption import StopRequests

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny import make_checkpoint, make_workspace, write_config
 
-from rlhf_mc.config.device_placement import TABLE, parts_on_device
+from rlhf_mc.config.roles import DEVICE_PLACEMENT, parts_on_device
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
@@ -157,7 +157,7 @@ def check_reported(reported: list[tuple[int, str]]) -> None:
 
 
 def check_table(on_device: dict[str, dict[str, list[str]]], always: dict[str, set[str]]) -> None:
-    assert on_device.keys() == TABLE.keys() - {"reward_model", "teacher_model"}, (
+    assert on_device.keys() == DEVICE_PLACEMENT.keys() - {"reward_model", "teacher_model"}, (
         "a phase is missing in the table, or was not run"
     )
     for phase, groups in on_device.items():

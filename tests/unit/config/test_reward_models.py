@@ -10,12 +10,11 @@ from config_files import MINIMAL
 
 from rlhf_mc.checkpoint.input_fingerprints import paths
 from rlhf_mc.config.checks import check_config
-from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.paths import input_paths
 from rlhf_mc.config.printing import commented_yaml
-from rlhf_mc.config.roles import absent_roles, token_budgets
+from rlhf_mc.config.roles import absent_roles, parts_on_device, token_budgets
 from rlhf_mc.config.schema import Config, layouts, reward_models, score_part
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.verl.table import key_hint

@@ -44,8 +44,7 @@ from rlhf_mc.trainer.pool.stored_pool import load_pool
 from rlhf_mc.trainer.pool.strategies import PartialRollout, TailBatching, off_policy_metrics
 from rlhf_mc.trainer.resume import stored_position
 from rlhf_mc.trainer.scores import GroupScores
-from rlhf_mc.trainer.step_schedule import StepSchedule
-from rlhf_mc.trainer.step_state import Position, StepState
+from rlhf_mc.trainer.step_state import Position, StepSchedule, StepState
 
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", None)
 CORRECTION = "algorithm.rollout_correction.rollout_is=token"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.trainer.step_schedule import StepSchedule
+from rlhf_mc.trainer.step_state import StepSchedule
 
 STEPS = 7
 
