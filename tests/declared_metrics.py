@@ -18,7 +18,7 @@ def declared_only(log: Log) -> Log:
 
     def checked(sinks: Sinks, step: int, metrics: Mapping[str, float]) -> None:
         if missing := undeclared(metrics):
-            raise UserError(f"not declared in rlhf_mc/observability/catalog: {', '.join(missing)}")
+            raise UserError(f"not declared in metrics.yaml: {', '.join(missing)}")
         log(sinks, step, metrics)
 
     return checked

@@ -1,5 +1,5 @@
-"""Write docs/metrics.md and docs/health.md from the declarations in rlhf_mc/observability/catalog
-and rlhf_mc/health.
+"""Write docs/metrics.md and docs/health.md from rlhf_mc/observability/metrics.yaml and
+rlhf_mc/health/rules.py.
 
 python tests/checks/metrics_page.py
 """
@@ -17,8 +17,7 @@ from checks.wrap import wrapped
 
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.health.rules import RULES, HealthRule
-from rlhf_mc.observability.catalog import SECTIONS
-from rlhf_mc.observability.catalog.metric import Metric, Section
+from rlhf_mc.observability.catalog import Metric, Section, sections
 
 DOCS = Path(__file__).parents[2] / "docs"
 METRICS_HEAD = """\
@@ -36,9 +35,9 @@ batch alike. An update metric is computed over each mini-batch, on all ranks, an
 the step's mini-batches, of all PPO epochs. Log-probs and KL are in nats, times in seconds of wall
 clock. Memory is in GiB (2^30 bytes), also where a key ends in `_gb`.
 
-`python tests/checks/metrics_page.py` writes this page from `rlhf_mc/observability/catalog/`, which
-declares each metric. In a key `<name>` stands for any text, N and k for numbers, and {a,b} for
-either.
+`python tests/checks/metrics_page.py` writes this page from `rlhf_mc/observability/metrics.yaml`,
+which declares each metric. In a key `<name>` stands for any text, N and k for numbers, and {a,b}
+for either.
 """
 HEALTH_HEAD = """\
 # Health rules: symptom, meaning, setting
@@ -66,7 +65,7 @@ for verl. Of 29 healthy runs of the quickstart's task none had a warning.
 
 def pages() -> dict[Path, str]:
     """Return the text of each page."""
-    metrics = "\n".join([METRICS_HEAD, *map(_section, SECTIONS)])
+    metrics = "\n".join([METRICS_HEAD, *map(_section, sections())])
     return {
         DOCS / "metrics.md": wrapped(f"{metrics.rstrip()}\n"),
         DOCS / "health.md": wrapped(_health()),

@@ -29,4 +29,4 @@ def test_an_undeclared_metric_is_refused(pool: Callable[[int], Workers], tmp_pat
     pool(1).run(log_of_one_step, **arguments, key="actor/ppo_kl")
     assert '"actor/ppo_kl": 1.0' in (tmp_path / "metrics.jsonl").read_text()
     ((ok, error),) = pool(1).outcomes(log_of_one_step, **arguments, key="actor/unheard_of")
-    assert not ok and error[1] == "not declared in rlhf_mc/observability/catalog: actor/unheard_of"
+    assert not ok and error[1] == "not declared in metrics.yaml: actor/unheard_of"

@@ -8,10 +8,9 @@ from fnmatch import fnmatch
 import pytest
 from documents import ROOT
 
-from rlhf_mc.observability.catalog import SECTIONS, find, undeclared
-from rlhf_mc.observability.catalog.metric import Metric, expanded
+from rlhf_mc.observability.catalog import Metric, expanded, find, sections, undeclared
 
-METRICS = [metric for section in SECTIONS for metric in section.metrics]
+METRICS = [metric for section in sections() for metric in section.metrics]
 _IS = (
     "{mean,std,max,min,eff_sample_size,ratio_fraction_high,ratio_fraction_low,batch_norm_factor,"
     "oob_ratio}"

@@ -16,8 +16,7 @@ from checks.wrap import PAGES, wrapped
 from documents import ROOT, joined
 
 from rlhf_mc.config.load import dotted_keys
-from rlhf_mc.observability.catalog import undeclared
-from rlhf_mc.observability.catalog.metric import expanded
+from rlhf_mc.observability.catalog import expanded, undeclared
 from rlhf_mc.planner.__main__ import make_parser as planner_parser
 
 NOT_WRAPPED: set[str] = set()

@@ -1,12 +1,16 @@
-"""The declaration of a metric."""
+"""The metrics that a run logs, as metrics.yaml declares them. No torch."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+
+from rlhf_mc.config.yaml_reader import parse_yaml
 
 _PLACEHOLDER = r"<\w+>|(?<=@)[Nk]\b"
 
@@ -23,7 +27,7 @@ class Metric:
     unit: str
     """Unit of the value. "share": from 0 to 1; "count": a number of things; "–": a number without a
     unit."""
-    reduction: str
+    reduction: str = "–"
     """Reduction to one number over tokens, responses, mini-batches or ranks. "–": there is one
     number."""
     watch_for: str = ""
@@ -75,3 +79,26 @@ def _regular_expression(key: str) -> str:
     ]
     literals = map(re.escape, re.split(_PLACEHOLDER, key))
     return "".join(literal + value for literal, value in zip(literals, [*values, ""], strict=True))
+
+
+@functools.cache
+def sections() -> tuple[Section, ...]:
+    """Return the sections of metrics.yaml, in the order of the page."""
+    path = Path(__file__).with_name("metrics.yaml")
+    return tuple(
+        Section(row["title"], [Metric(**metric) for metric in row["metrics"]], row.get("text", ""))
+        for row in parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def find(key: str) -> Metric | None:
+    """Return the declaration of a logged key, the most specific one; None if there is none."""
+    rows = (row for section in sections() for row in section.metrics)
+    fitting = [row for row in rows if not row.is_users_own and row.matches(key)]
+    return max(fitting, key=lambda row: row.num_literal, default=None)
+
+
+def undeclared(keys: Iterable[str]) -> list[str]:
+    """Return the keys without a declaration, in order."""
+    return sorted(key for key in keys if find(key) is None)
