@@ -3,8 +3,9 @@
 A loss is a function of PolicyLossInputs that returns a scalar and its statistics; POLICY_LOSSES has
 each by its name. It is a sum of a number per token times the token's weight, and a statistic is a
 sum too: over micro-batches and ranks they add up to the values of the mini-batch (losses.py). A
-sequence is never split, so a number per token may depend on the other tokens of its sequence. What
-depends on the whole mini-batch is computed beforehand: a loss may have a selection.
+sequence is never split (an agent's contexts are, with which the config checks refuse such losses),
+so a number per token may depend on the other tokens of its sequence. What depends on the whole
+mini-batch is computed beforehand: a loss may have a selection.
 
 [r] is the number of response tokens of the micro-batch, [R] of the whole mini-batch.
 """

@@ -396,6 +396,13 @@ def _environment(cfg: Config) -> Iterator[str]:
             "rollout.environment.rewritten_history is new_context, and a reward model reads one "
             "context; set it to refuse"
         )
+    loss = cfg.actor.policy_loss.loss_mode
+    if environment.has_contexts and loss in ("gspo", "geo_mean", "custom"):
+        yield (
+            "rollout.environment.rewritten_history is new_context, and the loss of "
+            f"actor.policy_loss.loss_mode {loss} is of whole sequences, whose contexts an update "
+            "splits; set it to refuse"
+        )
     if environment.path is not None and environment.has_tools:
         yield (
             "rollout.environment.path and tools (function_tool_path, tool_config_path) are both "

@@ -162,8 +162,8 @@ class TeacherModelConfig:
     model_path: str | None = None
     """Hugging Face checkpoint of the teacher; null: the model of source."""
     source: Literal["actor", "ref"] | None = None
-    """Self-distillation, in place of model_path: the actor's present weights, as in the pass of the
-    old log-probs, with its adapters; or the reference's, which are its first ones, without."""
+    """Self-distillation, in place of model_path: the actor's present weights, with its adapters and
+    without router replay; or the reference's, which are its first ones, without adapters."""
     prompt_key: str | None = None
     """Column of the teacher's prompt for the student's responses, in the form of data.prompt_key,
     such as one with a solution or feedback; null: the student's prompt."""

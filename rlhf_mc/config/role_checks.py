@@ -54,7 +54,7 @@ def _shared(cfg: Config, role: str) -> Iterator[str]:
     model = "the reference is the actor without its adapters"
     if (source := getattr(roles(cfg)[role], "source", None)) is not None:
         reason = f"{role}.source is {source}"
-        model = "the teacher has the actor's layout"
+        model = f"the teacher has the layout of {source}"
     names = ["strategy", *(f"megatron.{name}" for name in vars(roles(cfg)[role].megatron))]
     expected = {f"{role}.{name}": get_setting(cfg, f"actor.{name}") for name in names}
     pools = [f"{role}.pool", *(["ref.pool"] if source == "ref" else [])]

@@ -148,7 +148,8 @@ def shares_weights(cfg: Config) -> bool:
 def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:
     """Return whether a pass before the update computes the actor's old log-probs. Without it they
     are the engine's (bypass_mode), or those of the step's only optimizer step: the policy has not
-    changed before it, and nothing else reads them earlier. replay: of `router_replay`."""
+    changed before it, and nothing else reads them earlier. An update splits the contexts of a
+    sequence, whose importance weight is of all of them. replay: of `router_replay`."""
     algorithm = cfg.algorithm
     correction = algorithm.rollout_correction
     if correction.bypass_mode:
@@ -161,6 +162,7 @@ def has_old_log_prob_pass(cfg: Config, replay: RouterReplayMode) -> bool:
         or bool(correction.rollout_rs)
         or correction.rollout_token_veto_threshold is not None
         or (correction.rollout_is is not None and correction.rollout_is_batch_normalize)
+        or (correction.rollout_is == "sequence" and cfg.rollout.environment.has_contexts)
         or cfg.actor.policy_loss.loss_mode in SELECTING_LOSSES
         or replay == "recompute"
     )

@@ -200,7 +200,8 @@ class RaggedBatch:
     response_mask: torch.Tensor | None = None
     """[T] bool: tokens that the model has drawn; None: all after the prompts."""
     context_starts: torch.Tensor | None = None
-    """[T] bool: tokens with which a response has a new context; None: no response has one."""
+    """[T] bool: tokens with which a context begins whose prompt is all that precedes its first
+    drawn token; None: there is none."""
     numbers: torch.Tensor | None = None
     """[S] int64: of each response in the run. Router replay finds the experts that were chosen for
     it by its number."""
@@ -317,8 +318,9 @@ class RaggedBatch:
 
     def contexts(self) -> RaggedBatch:
         """Return the batch as models read it: its sequences are the contexts of these. The tokens
-        of a further context before its first drawn one are its prompt. Per-token fields stay as
-        they are; of those per sequence it has the lengths alone."""
+        of a context in context_starts before its first drawn one are its prompt. Per-token fields
+        stay as they are; of those per sequence it has the lengths and the numbers alone, and all
+        are finished."""
         if self.context_starts is None or not self.context_starts.any():
             return self
         ends = self.seq_lens.cumsum(0).numpy()
@@ -327,7 +329,8 @@ class RaggedBatch:
         is_drawn = self.drawn_mask.numpy()
         drawn = np.flatnonzero(is_drawn)
         prompt_lens = drawn[np.searchsorted(drawn, starts)] - starts
-        prompt_lens[np.searchsorted(starts, firsts)] = self.prompt_lens
+        has_prompt = ~self.context_starts.numpy()[firsts]
+        prompt_lens[np.searchsorted(starts, firsts[has_prompt])] = self.prompt_lens[has_prompt]
         lens = np.diff(starts, append=ends[-1:])
         num_drawn = np.add.reduceat(is_drawn.astype(np.int64), starts)
         rest = dict.fromkeys(_PER_SEQUENCE)
@@ -439,8 +442,11 @@ def ragged_indices(lens: np.ndarray, which: np.ndarray) -> np.ndarray:
     return np.arange(picked.sum()) + np.repeat(shifts, picked)
 
 
-def build_batch(prompts: Sequence[Prompt], responses: Responses) -> RaggedBatch:
-    """Return the batch whose sequence i is prompt i and response i."""
+def build_batch(
+    prompts: Sequence[Prompt], responses: Responses, of_agents: bool = False
+) -> RaggedBatch:
+    """Return the batch whose sequence i is prompt i and response i. of_agents: each is a context,
+    whose prompt is all that precedes the first drawn token."""
     count = len(prompts)
     assert count == len(responses)
     prompt_lens = np.array([len(p.token_ids) for p in prompts], dtype=np.int64)
@@ -463,6 +469,7 @@ def build_batch(prompts: Sequence[Prompt], responses: Responses) -> RaggedBatch:
     )
     of_prompts = np.zeros(prompt_lens.sum(), np.bool_)
     mask = np.concatenate([of_prompts, responses.is_sampled])[source]
+    of_prompts[prompt_lens.cumsum() - prompt_lens] = of_agents
     starts = np.concatenate([of_prompts, responses.log_probs == CONTEXT_START])
     return replace(
         batch,

@@ -52,7 +52,7 @@ class AgentEnvironment:
         self.secret = secrets.token_hex(16)
         self.reading = asyncio.Semaphore(_MOST_READ)
         """Bounds the memory of bodies."""
-        self.sampling: Mapping[str, float] = {}
+        self.sampling: Mapping[str, Any] = {}
         """Sampling parameters of the call of the engines."""
         self._name = ""
         self._program: asyncio.Task[Any] | None = None
@@ -81,7 +81,8 @@ class AgentEnvironment:
 
     async def reset(self, row: dict[str, Any]) -> StepResult:
         """Start the agent. Return its first request."""
-        self.sampling = row["sampling"]
+        # lists in place of tuples, as requests have them
+        self.sampling = msgspec.json.decode(msgspec.json.encode(row["sampling"]))
         self._asked = asyncio.get_running_loop().create_future()
         url = await self._server.url()
         self._name = str(next(self._server.names))
@@ -158,7 +159,8 @@ class AgentEnvironment:
         """Add a reward with numbers. Raise Failure if it is none."""
         numbers = checked(value)
         self._reward = checked(self._reward + numbers.pop("score"))["score"]
-        self.info |= numbers
+        self.info = checked({"score": 0.0, **self.info, **numbers})  # bounds their number
+        self.info.pop("score")
 
     def _accept(self, request: ChatRequest, digests: list[int]) -> None:
         """Make a request the next observation: what it adds to the last turn's messages, or to
@@ -183,7 +185,7 @@ class AgentEnvironment:
         num_known = len(self._histories[turn]) if turn >= 0 else 0
         messages = [rendered(message) for message in request.messages[num_known:]]
         for message in messages:
-            if num_known:
+            if num_known or (self._histories and message["role"] == "tool"):
                 message["content"] = truncated(message["content"], self._server.cfg)
             if message["role"] == "tool":
                 message["name"] = self._names.get(message["tool_call_id"], "tool")

@@ -5,7 +5,6 @@ Neither torch nor numpy is imported.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -115,7 +114,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def chat_request(
-    body: Mapping[str, Any], sampling: Mapping[str, float], ignores_others: bool
+    body: Mapping[str, Any], sampling: Mapping[str, Any], ignores_others: bool
 ) -> tuple[ChatRequest, int]:
     """Return a request, and the number of its parameters that are ignored. sampling: the sampling
     parameters of the run. ignores_others: the request's may differ, and are ignored. Raise
@@ -135,7 +134,7 @@ def chat_request(
         if value == wanted:
             continue
         if not ignores_others:
-            own = f", and that of the run {sampling[name]:g}" if name in sampling else ""
+            own = f", and that of the run {sampling[name]!r}" if name in sampling else ""
             problem = f"{name} is {one_line(repr(value), 80)}{own}: it would change the policy that"
             hint = f"leave it out, or set {SECTION}.other_sampling: ignore"
             raise RefusedError(f"{problem} is trained; {hint}")
@@ -176,8 +175,19 @@ def rendered(message: _Message) -> dict[str, Any]:
 def digest(message: Any) -> int:
     """Return a digest of what a message says, with its arguments written in any way."""
     fields = rendered(msgspec.convert(message, _Message, from_attributes=True))
-    # JavaScript writes 1.0 as 1
-    return hash(re.sub(rb"(?<=\d)\.0(?=[],}])", b"", msgspec.json.encode(fields, order="sorted")))
+    for call in fields.get("tool_calls", ()):
+        call["function"]["arguments"] = _plain_numbers(call["function"]["arguments"])
+    return hash(msgspec.json.encode(fields, order="sorted"))
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Return a value of JSON with 1 in place of 1.0, as JavaScript writes it."""
+    if isinstance(value, dict):
+        return {key: _plain_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain_numbers(inner) for inner in value]
+    is_integral = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_integral else value
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | str:

@@ -104,10 +104,11 @@ def compare_with_engine(run: Run, state: StepState, batch: RaggedBatch) -> None:
 def teacher_log_probs(
     run: Run, state: StepState, prompts: Sequence[Prompt], batch: RaggedBatch
 ) -> RaggedBatch:
-    """Return the batch with the log-probs of the teachers, if the run has any: each scores the rows
-    of its data source. prompts: of each sequence. Raise UserError, on every rank that trains, if a
-    log-prob is not finite. A rank of a rollout pool computes those of its teachers alone."""
-    if not run.teachers:
+    """Return the batch with the log-probs of the teachers, if the run has any and updates the actor
+    in this step: each scores the rows of its data source. prompts: of each sequence. Raise
+    UserError, on every rank that trains, if a log-prob is not finite. A rank of a rollout pool
+    computes those of its teachers alone."""
+    if not run.teachers or state.step <= run.config.trainer.critic_warmup:
         return batch
     k = num_teacher_tokens(run.config)
     student = run.actor.shape.vocab_size, run.config.rollout.temperature

@@ -19,7 +19,7 @@ from rlhf_mc import json_files
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.sinks import append_line, best_effort
-from rlhf_mc.rewards.results import Episode, Score
+from rlhf_mc.rewards.results import MASKED, Episode, Score
 from rlhf_mc.run_files import HISTOGRAMS_FILE
 
 FEW_OF_PROMPT = 4
@@ -49,11 +49,11 @@ def write_samples(
 ) -> None:
     """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names
     them; data_source, length in tokens, parts (each part's contribution to the score), extra
-    (further numbers of the reward functions) and failure (why there is no score, or null); row, as
-    `row_digest` has it; weights_step, the step after which the weights drew the first token;
-    prompt_ids and response_ids; of a conversation turns, as `split_turns` has them, and
-    observations, the token ranges of the response that the model has not drawn, and contexts, the
-    indices of those with which a new context begins. batch: of these
+    (further numbers of the reward functions) and failure (why there is no score, or why the
+    response is not trained on, or null); row, as `row_digest` has it; weights_step, the step after
+    which the weights drew the first token; prompt_ids and response_ids; of a conversation turns, as
+    `split_turns` has them, and observations, the token ranges of the response that the model has
+    not drawn, and contexts, the indices of those with which a new context begins. batch: of these
     responses, in training; with its advantages also tokens, as `token_columns` has them. One rank
     calls it.
 
@@ -89,7 +89,7 @@ def write_samples(
                 "length": len(response),
                 "parts": dict(score.parts),
                 "extra": dict(score.extra),
-                "failure": score.failure,
+                "failure": MASKED if score.is_masked else score.failure,
                 "row": row_digest(prompt),
                 "weights_step": weights_step,
                 "prompt_ids": prompt.token_ids.tolist(),

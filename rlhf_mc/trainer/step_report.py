@@ -53,7 +53,7 @@ def _add_step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     state.metrics |= summarize_lengths("prompt_length", batch.prompt_lens, data.max_prompt_length)
     if not run.config.algorithm.rollout_correction.bypass_mode:
         state.metrics.update(difference_metrics(batch.trained()))
-    seq_lens = batch.seq_lens.tolist()
+    seq_lens = batch.contexts().seq_lens.tolist()
     state.metrics.update(
         balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost)
     )

@@ -110,15 +110,15 @@ def new_groups(
 
 
 def group_batch(
-    groups: Sequence[Group], responses: Responses, version: int | None
+    groups: Sequence[Group], responses: Responses, version: int | None, of_agents: bool
 ) -> tuple[list[Prompt], RaggedBatch]:
     """Return the prompt of each response, and the batch with the numbers of the responses in the
     run. responses: of the groups, in their order. version: of the present weights, for the ages of
-    the tokens; None: the groups do not have the versions of theirs."""
+    the tokens; None: the groups do not have the versions of theirs. of_agents: as build_batch."""
     n = len(groups[0].seeds)
     prompts = repeat_prompts([group.prompt for group in groups], n)
     numbers = torch.tensor([group.response_id(i) for group in groups for i in range(n)])
-    batch = build_batch(prompts, responses).with_fields(numbers=numbers)
+    batch = build_batch(prompts, responses, of_agents).with_fields(numbers=numbers)
     if version is None:
         return prompts, batch
     versions = np.concatenate([of_tokens for group in groups for of_tokens in group.versions])

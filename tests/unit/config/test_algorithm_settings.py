@@ -19,6 +19,7 @@ from rlhf_mc.trainer.update import entropy_coeff, step_generator
 GROUPS = ("algorithm.adv_estimator=grpo", "rollout.n=4")
 ONE_UPDATE = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "actor.ppo_epochs=1")
 CORRECTION = "algorithm.rollout_correction"
+AGENT = ("rollout.environment.name=openai", "rollout.environment.path=agent.py")
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,8 @@ CORRECTION = "algorithm.rollout_correction"
         (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_batch_normalize=true"),
         ("actor.policy_loss.loss_mode=clip_cov",),
         ("actor.policy_loss.loss_mode=kl_cov",),
+        # an update splits the contexts of a sequence
+        (f"{CORRECTION}.rollout_is=sequence", *AGENT),
     ],
 )
 def test_old_log_probs_have_a_pass_where_they_are_read(
@@ -49,6 +52,7 @@ def test_old_log_probs_have_a_pass_where_they_are_read(
         (),
         GROUPS,
         (f"{CORRECTION}.rollout_is=sequence",),
+        (f"{CORRECTION}.rollout_is=token", *AGENT),
         ("actor.use_kl_loss=true", "actor.policy_loss.loss_mode=gspo"),
         (f"{CORRECTION}.rollout_is_batch_normalize=true",),  # not read without rollout_is
     ],

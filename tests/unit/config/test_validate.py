@@ -305,6 +305,12 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
              "reward_model.model_path=model"),
             ("rollout.environment.rewritten_history is new_context, and a reward model",),
         ),
+        (
+            ("rollout.environment.name=openai", "rollout.environment.path=agent.py",
+             "actor.policy_loss.loss_mode=gspo",
+             "actor.loss_agg_mode=seq-mean-token-mean"),
+            ("rollout.environment.rewritten_history is new_context, and the loss of actor.policy",),
+        ),
         *(
             (given, ("rollout.environment.command is for rollout.environment.name openai",))
             for given in (

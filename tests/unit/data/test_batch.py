@@ -154,6 +154,12 @@ def test_contexts_are_the_sequences_that_models_read() -> None:
     assert contexts.numbers.tolist() == [7, 8, 8 + 2**48, 8 + 2 * 2**48, 9]
     assert torch.equal(contexts.tokens, batch.tokens)
     assert torch.equal(contexts.rollout_log_probs, batch.rollout_log_probs)
+    of_agents = build_batch(prompts[1:2], Responses.of([conversation]), of_agents=True)
+    assert of_agents.contexts().prompt_lens.tolist() == [len(PROMPTS[1]), 2, 1]
+    asks = Generation([40, 41, 42], [OBSERVED, -1.0, OBSERVED], finished=True)
+    of_agents = build_batch(prompts[:1], Responses.of([asks]), of_agents=True)
+    assert of_agents.contexts().prompt_lens.tolist() == [len(PROMPTS[0]) + 1]
+    assert of_agents.contexts().observation_lens.tolist() == [1]  # type: ignore[union-attr]
     picked = batch.select([2, 1]).contexts()
     assert picked.seq_lens.tolist() == [*lens[4:], *lens[1:4]]
     assert batch.select([2, 0]).contexts().num_sequences == 2

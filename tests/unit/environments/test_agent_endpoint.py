@@ -19,6 +19,7 @@ from test_environments import Letters, begun, played, user_file  # noqa: F401
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import CONTEXT_START, OBSERVED, Generation
+from rlhf_mc.environments.agent_requests import digest
 from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.environment_worker import Turn
 from rlhf_mc.environments.pool import EnvironmentPool
@@ -171,7 +172,8 @@ def test_an_agent_calls_tools(agent: Any) -> None:
 
 
 REFUSED = {
-    "temperature=0.5": "temperature is 0.5, and that of the run 1: it would change the policy",
+    "temperature=0.5": "temperature is 0.5, and that of the run 1.0: it would change the policy",
+    "extra_body={'stop_token_ids': [3]}": "stop_token_ids is [3], and that of the run [2]",
     "seed=7": "seed is 7: it would change the policy that is trained",
     "extra_body={'guided_json': {}}": "guided_json is {}: it would change",
     "n=2": "n is 2; only 1 is supported",
@@ -200,7 +202,8 @@ def test_what_would_change_the_policy_is_refused(agent: Any) -> None:
         "    else:",
         "        raise AssertionError(problem)",
         *(f"await refused({problem!r}, {given})" for given, problem in REFUSED.items()),
-        "await turn(temperature=1, top_p=1.0, seed=None, presence_penalty=0, user='me')",
+        "await turn(temperature=1, top_p=1.0, seed=None, presence_penalty=0, user='me',",
+        "    extra_body={'stop_token_ids': [2]})",
         "await refused('2 messages and a new one')",
         "for wrong in ([], messages[:1], [*messages[:1], {'role': 'assistant', 'content': 'x'}]):",
         "    new = [*wrong, {'role': 'user', 'content': 'on'}]",
@@ -259,6 +262,47 @@ def test_a_rewritten_history_begins_a_context(agent: Any) -> None:
     assert [kind for kind, _ in turns[::2]] == ["observation", *["context"] * 5]
     assert {kind for kind, _ in turns[1::2]} == {"response"}
     assert conversations.episode(1).info["contexts"] == 6
+
+
+def test_a_result_of_a_tool_is_truncated_in_a_new_context_too(agent: Any) -> None:
+    body = """
+await turn()
+call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
+messages[:] = [
+    {"role": "user", "content": "no" * 20},
+    {"role": "assistant", "content": "", "tool_calls": [call]},
+    {"role": "tool", "tool_call_id": "1", "content": "x" * 300},
+]
+await turn()
+"""
+    ended, conversations = agent(body, limit=900, max_observation_length=20)
+    assert conversations.episode(0).failure is None
+    text = Letters().decode(ended[0].token_ids)
+    assert 0 < text.count("x") < 30 and "no" * 20 in text
+
+
+def test_only_arguments_are_compared_as_numbers() -> None:
+    def said(content: str, arguments: str) -> int:
+        call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+        return digest({"role": "assistant", "content": content, "tool_calls": [call]})
+
+    assert said("", '{"a": [1.0, 2.5], "b": 3}') == said("", '{"b": 3.0, "a": [1, 2.5]}')
+    assert said("", '{"a": "1.0, 2"}') != said("", '{"a": "1, 2"}')
+    assert said("is [1.0, 2]", "{}") != said("is [1, 2]", "{}")
+
+
+def test_a_run_has_many_numbers_of_an_agent_at_most(agent: Any) -> None:
+    body = """
+await turn()
+for i in range(300):
+    async with httpx.AsyncClient() as http:
+        (await http.post(
+            client_settings["base_url"] + "/score", json={"score": 1.0, f"n{i}": 1},
+            headers={"x-api-key": client_settings["api_key"]},
+        )).raise_for_status()
+"""
+    _, conversations = agent(body)
+    assert conversations.episode(1).score == 301.0 and len(conversations.episode(1).info) < 150
 
 
 def test_a_context_that_does_not_fit_ends_the_conversation(agent: Any) -> None:

@@ -67,7 +67,8 @@ sure?<|im_end|>
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the samples of a run: an agent with tools, twice, one response that is cut off, one
-    with a control token in a message, and one whose second context continues its first turn."""
+    with a control token in a message, one whose second context continues its first turn, and one
+    that is not trained on, since a tool has raised MaskSample."""
     root = tmp_path_factory.mktemp("run")
     tokenizer = make_tokenizer(root / "model")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -95,11 +96,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
     ]
     rows: list[tuple[Prompt, Generation, Score]] = []
-    for number, parts in enumerate([conversations[0], *conversations]):
+    for number, parts in enumerate([conversations[0], *conversations, conversations[0]]):
         bounds = [0, *itertools.accumulate(map(len, parts))]
         log_probs = [(-1.0, OBSERVED)[i % 2 == 0] for i, part in enumerate(parts) for _ in part]
         observations = [(bounds[i], bounds[i + 1]) for i in (0, 2)]
-        episode = Episode([(0, 1.0)], {}, {}, None, 0.0, observations, contexts=[1] * (number == 4))
+        failed: dict[Any, int] = {"masked": 1} if number == 5 else {}
+        episode = Episode(
+            [(0, 1.0)], {}, failed, None, 0.0, observations, contexts=[1] * (number == 4)
+        )
         row = Prompt(number, np.array([prompt], np.int32), "sums", number // 2, messages=ASKED)
         generation = Generation(list(itertools.chain(*parts)), log_probs, True)
         rows.append((row, generation, Score(float(number > 0), episode=episode)))
@@ -123,7 +127,7 @@ def test_conversations_above_a_score_are_messages(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line, *contexts = written(root, 0.5)
-    said = "3 conversations of 5 that score above 0.5, of 5 responses"
+    said = "3 conversations of 5 that score above 0.5, of 6 responses"
     assert said in capsys.readouterr().out
     talk = [
         *ASKED,
