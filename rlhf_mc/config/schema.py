@@ -443,9 +443,6 @@ class Config:
     """Profiles of single steps."""
 
 
-FROZEN_ROLES = ("ref", "reward_model")
-"""Sections of models that are never trained. So are the sections of reward_models and of
-teachers."""
 RoleConfig = ActorConfig | CriticConfig | RefConfig | RewardModelConfig | TeacherModelConfig
 
 

@@ -19,13 +19,10 @@ from rlhf_mc.health.conditions import (
     FAILED_CALLS_MAX,
     GRAD_NORM_GROWTH,
     GRAD_NORMS,
-    HIGHEST,
     IDLE_SHARE_MAX,
-    LOWEST,
     MEMORY_MAX,
     PPO_KL,
     REF_KL,
-    SCORE,
     THROUGHPUT,
     THROUGHPUT_LEFT,
     TURNS,
@@ -43,8 +40,6 @@ class HealthRule:
     name: str
     condition: str
     """Its condition in words, with the settings of health by their names."""
-    metrics: tuple[str, ...]
-    """The metrics that it reads, for the page of rules."""
     check: Callable[[Observed], Violation | None]
     meaning: str
     setting: str
@@ -72,7 +67,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "not_finite",
         "A metric is not finite, or an update was skipped because its loss or gradient was not",
-        ("any metric", "actor/skipped", "critic/skipped"),
         conditions.not_finite,
         "a loss, a gradient or a reward is no number",
         "lower actor.optim.lr or critic.optim.lr",
@@ -83,7 +77,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "kl_explosion",
         "actor/ppo_kl above ppo_kl_explosion, or the KL to the reference above ref_kl_max",
-        (PPO_KL, *REF_KL),
         lambda seen: seen.above("ppo_kl_explosion", PPO_KL) or seen.above("ref_kl_max", *REF_KL),
         "an update has thrown the policy off",
         "lower actor.optim.lr; go back to a checkpoint before",
@@ -97,7 +90,6 @@ RULES: tuple[HealthRule, ...] = (
         "actor/entropy below a tenth of entropy_min, scores no better than in the first step, and "
         "a KL to the reference above 1 nat per token or, where it is not measured, half of the "
         "first step's scores lost: the policy gives one answer, a bad one",
-        (ENTROPY, SCORE, *REF_KL),
         conditions.policy_collapsed,
         "one answer to everything, and a bad one",
         "go back to a checkpoint before; lower actor.optim.lr",
@@ -109,7 +101,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "ppo_kl_high",
         "actor/ppo_kl above ppo_kl_max",
-        (PPO_KL,),
         lambda seen: seen.above("ppo_kl_max", PPO_KL),
         "the policy moves too far within a step",
         "lower actor.optim.lr or actor.ppo_epochs",
@@ -119,7 +110,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "grad_norm_growing",
         "actor/grad_norm or critic/grad_norm above 10 times its median over the window before",
-        GRAD_NORMS,
         lambda seen: seen.beyond_median("above", GRAD_NORM_GROWTH, *GRAD_NORMS),
         "gradients grow: training becomes unstable",
         "lower actor.optim.lr or critic.optim.lr",
@@ -128,7 +118,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "entropy_falling",
         "actor/entropy below half of its median over the window before",
-        (ENTROPY,),
         lambda seen: seen.beyond_median("below", ENTROPY_LEFT, ENTROPY),
         "the policy soon explores nothing",
         "raise actor.entropy_coeff or actor.clip_ratio_high",
@@ -137,7 +126,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "entropy_low",
         "actor/entropy below entropy_min",
-        (ENTROPY,),
         lambda seen: seen.below("entropy_min", ENTROPY),
         "responses to a prompt are nearly all alike",
         "raise actor.entropy_coeff or rollout.temperature",
@@ -147,7 +135,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "vf_clipfrac_high",
         "critic/vf_clipfrac above 0.05",
-        ("critic/vf_clipfrac",),
         lambda seen: seen.above(VF_CLIPFRAC_MAX, "critic/vf_clipfrac"),
         "values move further than the clip range",
         "raise critic.cliprange_value, or lower critic.optim.lr",
@@ -156,7 +143,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "explained_variance_low",
         "critic/vf_explained_var below 0",
-        ("critic/vf_explained_var",),
         lambda seen: seen.below(EXPLAINED_VARIANCE_MIN, "critic/vf_explained_var"),
         "the critic predicts worse than a constant",
         "raise critic.optim.lr or trainer.critic_warmup",
@@ -167,7 +153,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "truncated",
         "response_length/clip_ratio above truncated_max",
-        ("response_length/clip_ratio",),
         lambda seen: seen.above("truncated_max", "response_length/clip_ratio"),
         "answers are cut off before they end",
         "raise data.max_response_length",
@@ -176,7 +161,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "reward_constant",
         "Every response of a step has the same score, which is not the best one",
-        (HIGHEST, LOWEST),
         conditions.reward_constant,
         "all scores are equal: nothing to learn from",
         "check the reward function, and train_generations/",
@@ -186,7 +170,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "reward_flat",
         "critic/score/mean has no trend over the last 5 windows",
-        (SCORE,),
         conditions.reward_flat,
         "the run has converged, or does not learn",
         "raise actor.optim.lr, or lower algorithm.kl_ctrl.kl_coef",
@@ -196,7 +179,6 @@ RULES: tuple[HealthRule, ...] = (
         "reward_saturated",
         "critic/score/mean is 0.99 of the way from the lowest to the highest score that the run "
         "has seen, or higher",
-        (SCORE, HIGHEST, LOWEST),
         conditions.reward_saturated,
         "the prompts teach nothing more",
         "end the run (trainer.target_val_acc), or take harder prompts",
@@ -206,7 +188,6 @@ RULES: tuple[HealthRule, ...] = (
         "equal_groups",
         "Share of prompts whose responses all score the same above 0.9, with an estimator that "
         "compares them",
-        ("train/equal_groups_ratio", "train/dropped_groups_ratio"),
         conditions.equal_groups,
         "most advantages are 0",
         "raise rollout.n, or set algorithm.filter_groups.enable",
@@ -216,7 +197,6 @@ RULES: tuple[HealthRule, ...] = (
         "rollout_mismatch",
         "The log-probs of rollout engine and trainer differ by more than "
         "trainer.max_rollout_logprob_diff",
-        ("training/rollout_logprobs_diff_mean", "training/rollout_logprobs_diff_p99"),
         conditions.rollout_mismatch,
         "vLLM samples from another policy than is trained",
         "reshard.verify=always (docs/debugging.md)",
@@ -227,7 +207,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "groups_dropped",
         "training/off_policy/dropped_groups above 0",
-        ("training/off_policy/dropped_groups",),
         lambda seen: seen.above(0.0, "training/off_policy/dropped_groups"),
         "groups are too old before they are complete",
         "lower rollout.prompts_in_flight",
@@ -237,7 +216,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "calls_failing",
         "environment/failed_calls_ratio above 0.1",
-        ("environment/failed_calls_ratio",),
         lambda seen: seen.above(FAILED_CALLS_MAX, "environment/failed_calls_ratio"),
         "the environment or its tools fail",
         "read the warnings; raise rollout.environment.timeout_seconds",
@@ -246,7 +224,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "turns_falling",
         "num_turns/mean below half of its median over the window before",
-        (TURNS,),
         lambda seen: seen.beyond_median("below", TURNS_LEFT, TURNS),
         "the model has stopped taking turns or calling tools",
         "lower actor.optim.lr; read train_generations/",
@@ -257,7 +234,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "throughput_falling",
         "perf/throughput below half of its median over the window before",
-        (THROUGHPUT,),
         lambda seen: seen.beyond_median("below", THROUGHPUT_LEFT, THROUGHPUT),
         "steps take longer than they did",
         "compare the timing_s/* of this step and earlier ones",
@@ -266,7 +242,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "replicas_unbalanced",
         "global_seqlen/idle_share above 0.1",
-        ("global_seqlen/idle_share",),
         lambda seen: seen.above(IDLE_SHARE_MAX, "global_seqlen/idle_share"),
         "replicas wait for the one with the most to do",
         "raise actor.ppo_mini_batch_size",
@@ -276,7 +251,6 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "memory_near_limit",
         "perf/memory_used_ratio above 0.95: of the device, or on a CPU of the machine",
-        ("perf/memory_used_ratio",),
         lambda seen: seen.above(MEMORY_MAX, "perf/memory_used_ratio"),
         "a longer batch may end the run",
         "lower actor.ppo_max_token_len_per_gpu",

@@ -162,11 +162,11 @@ def _recomputation(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any
         }
     return {
         "recompute_granularity": megatron.recompute_granularity,
-        "recompute_modules": recompute_modules(shape, megatron),
+        "recompute_modules": recompute_modules(shape),
     }
 
 
-def recompute_modules(shape: ModelShape, megatron: MegatronConfig) -> list[str]:
+def recompute_modules(shape: ModelShape) -> list[str]:
     """Return the modules that selective recomputation recomputes: those that store most for their
     computation. Local attention stores its scores. Transformer Engine's stores nothing that its
     projections do not need anyway."""
