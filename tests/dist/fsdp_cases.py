@@ -76,7 +76,7 @@ def sharded_groups(shards: int = 1, cp: int = 1) -> Iterator[ProcessGroups]:
     yield build_groups(Mesh(dist.get_world_size(), 1, 1, cp=cp, shards=shards))
 
 
-def outcomes(case: Case, batch: RaggedBatch, steps: int = 3) -> tuple[Outcome, Outcome]:
+def outcomes(case: Case, batch: RaggedBatch, steps: int = 2) -> tuple[Outcome, Outcome]:
     """Return what the distributed optimizer computes, and fsdp2."""
     world = dist.get_world_size()
     with sharded_groups(cp=case.cp) as groups:
