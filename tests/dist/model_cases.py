@@ -1,6 +1,5 @@
 """Functions that the ranks run in test_models.py and test_convert.py: engines alone, without vLLM
-and the loop. Each
-is called on every rank with the same arguments."""
+and the loop. Each is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
@@ -67,20 +66,27 @@ def log_probs(
     with mesh_groups(tp, pp, ep, vpp, cp, dynamic_cp) as groups:
         for checkpoint in checkpoints:
             engine = make_engine(checkpoint, "actor", groups, **megatron)
-            vocab = engine.shape.vocab_size
-
-            def entropy_head(
-                model: object, states: torch.Tensor, micro: MicroBatch, v: int = vocab
-            ) -> torch.Tensor:
-                return micro.all_results(
-                    log_probs_and_entropy(model, states, micro.targets, v, TEMPERATURE)[1]
-                )
-
             out[checkpoint] = (
-                score_tokens(engine, batch, log_prob_head(vocab, TEMPERATURE), budget),
-                score_tokens(engine, batch, entropy_head, budget),
+                _log_probs(engine, batch, budget),
+                _entropies(engine, batch, budget),
             )
     return out
+
+
+def _log_probs(engine: ModelEngine, batch: RaggedBatch, budget: int) -> torch.Tensor:
+    head = log_prob_head(engine.shape.vocab_size, TEMPERATURE)
+    return score_tokens(engine, batch, head, budget)
+
+
+def _entropies(engine: ModelEngine, batch: RaggedBatch, budget: int) -> torch.Tensor:
+    vocab = engine.shape.vocab_size
+
+    def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        return micro.all_results(
+            log_probs_and_entropy(model, states, micro.targets, vocab, TEMPERATURE)[1]
+        )
+
+    return score_tokens(engine, batch, head, budget)
 
 
 def scores_and_values(
@@ -149,19 +155,50 @@ def gradients(
                 engines[key] = make_engine(*key, groups, **megatron)
                 engines[key].make_trainable(OptimConfig(), total_steps=1)
             engine = engines[key]
-            mini = batch.select(job.sequences)
-            stats = engine.backward(
-                mini,
-                _my_micro_batches(engine, mini, job.budget),
-                _objective(engine, mini, job.mode),
-            )
-            grads = {
-                name: param.main_grad
-                for name, param in engine.named_parameters().items()
-                if param.requires_grad
-            }
-            out[job] = (stats, logical_tensors(engine, grads))
+            out[job] = _gradients(engine, batch, job)
     return out
+
+
+def log_probs_and_gradients(
+    jobs: Sequence[Job],
+    tp: int,
+    pp: int,
+    batch: RaggedBatch,
+    ep: int = 1,
+    vpp: int = 1,
+    cp: int = 1,
+    entropies: bool = False,
+    **megatron: Any,
+) -> dict[Job, tuple[list[torch.Tensor], dict[str, float], dict[str, torch.Tensor]]]:
+    """Return for each job what one engine has: of an actor's the log-probs [R] of the whole batch
+    and, if asked for, the entropies [R]; then statistics and gradients as `gradients` does."""
+    out = {}
+    with mesh_groups(tp, pp, ep, vpp, cp) as groups:
+        for job in jobs:
+            engine = make_engine(job.checkpoint, job.role, groups, **megatron)
+            scores = []
+            if job.role == "actor":
+                scores.append(_log_probs(engine, batch, job.budget))
+                if entropies:
+                    scores.append(_entropies(engine, batch, job.budget))
+            engine.make_trainable(OptimConfig(), total_steps=1)
+            out[job] = (scores, *_gradients(engine, batch, job))
+    return out
+
+
+def _gradients(
+    engine: ModelEngine, batch: RaggedBatch, job: Job
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    mini = batch.select(job.sequences)
+    stats = engine.backward(
+        mini, _my_micro_batches(engine, mini, job.budget), _objective(engine, mini, job.mode)
+    )
+    grads = {
+        name: param.main_grad
+        for name, param in engine.named_parameters().items()
+        if param.requires_grad
+    }
+    return stats, logical_tensors(engine, grads)
 
 
 def saved_activations(

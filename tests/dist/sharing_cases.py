@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from gpu_parts.engines import Job
-from model_cases import gradients, log_probs
+from model_cases import log_probs_and_gradients
 
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import gpt_model, pipeline
@@ -35,15 +35,9 @@ def compare(
     job = Job(checkpoint, role, "token-mean", budget, everything)  # type: ignore[arg-type]
 
     def passes(share: bool) -> Any:
-        scores = (
-            log_probs([checkpoint], batch=batch, budget=budget, share_prompts=share, **layout)[
-                checkpoint
-            ]
-            if role == "actor"
-            else ()
-        )
-        found = gradients([job], batch=batch, share_prompts=share, **layout)[job]
-        return scores, found
+        return log_probs_and_gradients(
+            [job], batch=batch, entropies=True, share_prompts=share, **layout
+        )[job]
 
     def watched(*args: Any) -> Any:
         micro = original(*args)
@@ -57,12 +51,10 @@ def compare(
             layout["dtype"] = "float64"
             stack.enter_context(mock.patch.dict(gpt_model.DTYPES, float64=torch.float64))
             stack.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
-        without = passes(False)
+        own_scores, stats, grads = passes(False)
         assert count[0] == 0
-        with_sharing = passes(True)
-    scores = [float((a - b).abs().max()) for a, b in zip(without[0], with_sharing[0], strict=True)]
-    stats, grads = without[1]
-    other_stats, other_grads = with_sharing[1]
+        other_scores, other_stats, other_grads = passes(True)
+    scores = [float((a - b).abs().max()) for a, b in zip(own_scores, other_scores, strict=True)]
     assert other_stats.pop("computed_tokens") < 1.0
     assert stats.keys() == other_stats.keys() and grads.keys() == other_grads.keys()
     of_stats = max(abs(stats[key] - other_stats[key]) / max(1, abs(stats[key])) for key in stats)
