@@ -25,6 +25,7 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.patching import replaced
 from rlhf_mc.reshard import weight_sync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
@@ -118,24 +119,36 @@ def aliased_params(run: Run) -> list[str]:
     return sorted(found)
 
 
-def corrupt_a_weight_update(
-    config_path: str, tp: int, rollout_tp: int, rank: int, name: str, overrides: list[str]
-) -> None:
-    """Change an element of the vLLM parameter `name` on `rank` between the weight update and its
-    verification."""
+def corrupt_weight_updates(
+    config_path: str,
+    tp: int,
+    rollout_tp: int,
+    rank: int,
+    elements: list[tuple[str, int]],
+    overrides: list[str],
+) -> list[str]:
+    """Update the weights once for each element (vLLM's parameter, place in it), which `rank`
+    changes between the update and its verification. Return the error messages."""
+    messages = []
     with built_run(config_path, [*layout_overrides(tp, 1, rollout_tp), *overrides]) as run:
         original = weight_sync.verify
+        for element in elements:
 
-        def corrupt_then_verify(plan: Any, source: Any, target: Any, *rest: Any) -> None:
-            if dist.get_rank() == rank:
-                target[name].view(-1)[-1] += 1.0
-            original(plan, source, target, *rest)
+            def corrupt_then_verify(
+                plan: Any, source: Any, target: Any, *rest: Any, element: Any = element
+            ) -> None:
+                name, place = element
+                if dist.get_rank() == rank:
+                    target[name].view(-1)[place] += 1.0
+                original(plan, source, target, *rest)
 
-        weight_sync.verify = corrupt_then_verify
-        try:
-            generate.update_weights(run, PhaseTimer())
-        finally:
-            weight_sync.verify = original
+            # An update that fails is not the first one: the next is verified too.
+            with replaced(weight_sync, "verify", corrupt_then_verify):
+                try:
+                    generate.update_weights(run, PhaseTimer())
+                except UserError as error:
+                    messages.append(str(error))
+    return messages
 
 
 def run_two_steps(
