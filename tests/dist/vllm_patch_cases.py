@@ -164,12 +164,9 @@ def own_groups(checkpoint: str) -> tuple[list[list[int]], bool, list[int], list[
     return [*asked, dist.get_process_group_ranks(group), order]  # type: ignore[return-value]
 
 
-def custom_all_reduce_is_off(
-    checkpoint: str, ranks: list[int], alloc_conf: str = "", **settings: bool
-) -> tuple[list[bool], list[str]]:
+def custom_all_reduce_is_off(checkpoint: str, ranks: list[int]) -> tuple[list[bool], list[str]]:
     """Build an engine of the ranks. Return vLLM's setting for its custom all-reduce, as on a
-    platform that has one, and the lines that are printed on a GPU with these settings of the
-    rollout and of torch's allocator."""
+    platform that has one, and the lines that are printed on a GPU."""
     found: list[bool] = []
     lines: list[str] = []
     original = EngineArgs.create_engine_config
@@ -189,9 +186,7 @@ def custom_all_reduce_is_off(
         replaced(platform, "use_cuda", lambda: True),
         replaced(vllm_options, "print_line", lambda line, rank_0_only: lines.append(line)),
     ):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = alloc_conf
-        vllm_options.custom_all_reduce([ranks], RolloutConfig(**settings))
-        del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+        vllm_options.custom_all_reduce([ranks], RolloutConfig())
     return found, lines
 
 
