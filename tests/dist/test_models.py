@@ -169,10 +169,10 @@ def test_log_probs_and_entropy_match_transformers(
                 )
 
 
-def gradient_jobs(checkpoints: dict[str, str]) -> list[Job]:
-    """Return jobs of both losses in all aggregation modes on one family, in one of them with one
+def gradient_jobs(checkpoints: dict[str, str], modes: Sequence[str]) -> list[Job]:
+    """Return jobs of both losses in these aggregation modes on one family, in one of them with one
     micro-batch too, and single jobs on others."""
-    budgets = [(mode, SMALL) for mode in MODES] + [(MODES[0], BIG)]
+    budgets = [*((mode, SMALL) for mode in modes), (modes[0], BIG)]
     jobs = [
         Job(checkpoints["qwen2_tied"], role, *budget, ALL)
         for role in ("actor", "critic")
@@ -232,7 +232,8 @@ def test_gradient_does_not_depend_on_layout_or_micro_batches(
     pp: int,
     cp: int,
 ) -> None:
-    jobs = gradient_jobs(checkpoints)
+    # Only context parallelism splits a sequence, by whose length some modes divide.
+    jobs = gradient_jobs(checkpoints, MODES if world == 1 or cp == 4 else MODES[:1])
     assert_gradients(
         pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, cp=cp, batch=batch), batch
     )
@@ -256,14 +257,15 @@ def test_context_parallel_ranks_share_sequences_of_any_length(
     cp: int,
     settings: dict[str, Any],
 ) -> None:
+    every = (0, 1, 2, 3, 4, 5)
     jobs = [
         Job(checkpoints["qwen2_untied"], role, "seq-mean-token-mean", budget, sequences)
-        for role in ("actor", "critic")
-        for budget, sequences in (
-            (BIG, (0, 1, 2, 3, 4, 5)),
-            (128, (0, 1, 2, 3, 4, 5)),
-            (BIG, (2,)),
-            (BIG, (0, 1)),
+        for role, budget, sequences in (
+            ("actor", BIG, every),
+            ("actor", 128, every),
+            ("actor", BIG, (2,)),
+            ("actor", BIG, (0, 1)),
+            ("critic", BIG, every),
         )
     ]
     layout = {"tp": 1, "pp": 1, "cp": cp, **settings}
@@ -275,17 +277,12 @@ def test_context_parallel_ranks_share_sequences_of_any_length(
 SETTINGS: dict[str, dict[str, Any]] = {
     # The padded vocabulary has 320 tokens: chunks of 3 tokens on one rank, of 6 on two.
     "chunks of logits": {"chunk_logits": 960},
-    "selective recomputation": {"recompute_granularity": "selective"},
-    "full recomputation": {"recompute_granularity": "full"},
-    "sequence parallel": {"sequence_parallel": True},
     "sequence parallel, full recomputation": {
         "sequence_parallel": True,
         "recompute_granularity": "full",
     },
-    "virtual pipeline": {"vpp": 2},
     "virtual pipeline, full recomputation": {"vpp": 2, "recompute_granularity": "full"},
     "virtual pipeline, sequence parallel": {"vpp": 2, "sequence_parallel": True},
-    "context parallel": {"cp": 2},
     "context parallel, selective recomputation": {"cp": 2, "recompute_granularity": "selective"},
     "context parallel, sequence parallel": {"cp": 2, "sequence_parallel": True},
     "context parallel, virtual pipeline": {"cp": 2, "vpp": 2, "recompute_granularity": "full"},
@@ -297,8 +294,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     ("world", "tp", "pp", "name"),
     [
         (1, 1, 1, "chunks of logits"),
-        (1, 1, 1, "selective recomputation"),
-        (1, 1, 1, "full recomputation"),
         (2, 2, 1, "chunks of logits"),
         (2, 2, 1, "sequence parallel, full recomputation"),
         (2, 1, 2, "virtual pipeline, full recomputation"),
@@ -443,7 +438,6 @@ def test_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: RaggedBatc
     ("world", "tp", "pp", "family", "cp"),
     [
         (4, 1, 2, "qwen2_untied", 1),
-        (4, 1, 1, "qwen2_untied", 1),
         (4, 1, 1, "qwen2_untied", 2),
         (4, 2, 1, "qwen2_one_kv_head", 2),
     ],
