@@ -79,73 +79,66 @@ def _log_probs(engine: ModelEngine, batch: RaggedBatch) -> torch.Tensor:
     )
 
 
-def replay(
+Recorded = tuple[Results, Results]
+"""Results of a pass that records the choices and an update that replays them, and the same where
+the routers are reversed between the two."""
+Replayed = tuple[Results, dict[str, float], dict[int, np.ndarray]]
+"""Results with given choices and with BALANCE, the losses of the routers, and the correction biases
+after a step, by layer."""
+
+
+def record_and_replay(
     checkpoints: Mapping[str, str],
     choices: Mapping[str, Sequence[np.ndarray]],
     batch: RaggedBatch,
     layout: Sequence[int],
     dynamic_cp: bool = False,
     **megatron: Any,
-) -> dict[str, tuple[Results, dict[str, float], dict[int, np.ndarray]]]:
-    """Return for each checkpoint the results with these choices of each sequence, which some rank
-    holds, and with BALANCE; the losses of the routers; and the correction biases after a step, by
-    layer. layout: TP, PP, EP, VPP,
-    CP."""
-    out = {}
-    with mesh_groups(*layout, dynamic_cp=dynamic_cp) as groups:
-        for name, checkpoint in checkpoints.items():
-            engine = replaying_engine(checkpoint, groups, "rollout", **megatron)
-            assert engine.replay is not None
-            for i, (number, of_sequence) in enumerate(
-                zip(batch.numbers.tolist(), choices[name], strict=True)
-            ):
-                if (5 * i + 1) % groups.mesh.world == groups.rank:
-                    engine.replay.stored[number] = of_sequence
-            rate = (
-                BALANCE.moe_router_bias_update_rate if traits(engine.shape).sigmoid_router else 0.0
-            )
-            settings = replace(BALANCE, moe_router_bias_update_rate=rate)
-            engine.balance = RouterBalance(settings, engine.shape, groups, engine.chunks)
-            log_probs = _log_probs(engine, batch)
-            differing, _, of_prompts = engine.replay.differing_shares()
-            results = log_probs, _gradients(engine, batch), differing, of_prompts
-            engine.balance.step()
-            modules = itertools.chain(*(chunk.modules() for chunk in engine.chunks))
-            routers = [module for module in modules if isinstance(module, TopKRouter)]
-            biases = {
-                r.layer_number - 1: r.expert_bias.numpy()
-                for r in routers
-                if r.expert_bias is not None
-            }
-            out[name] = results, engine.balance.losses(), biases
-    return out
-
-
-def record(
-    checkpoints: Mapping[str, str],
-    batch: RaggedBatch,
-    layout: Sequence[int],
-    dynamic_cp: bool = False,
-    **megatron: Any,
-) -> dict[str, tuple[Results, Results]]:
-    """Return for each checkpoint the results of a pass that records the choices and an update that
-    replays them, and the same where the routers are reversed between the two."""
+) -> dict[str, tuple[Recorded, Replayed]]:
+    """Return the results of each checkpoint. choices: those of each sequence that are replayed,
+    which some rank holds. layout: TP, PP, EP, VPP, CP."""
     out = {}
     with mesh_groups(*layout, dynamic_cp=dynamic_cp) as groups:
         for name, checkpoint in checkpoints.items():
             engine = replaying_engine(checkpoint, groups, "recompute", **megatron)
-            assert engine.replay is not None
-            results = []
-            log_probs = _log_probs(engine, batch)
-            for _ in range(2):
-                results.append(
-                    (log_probs, _gradients(engine, batch), engine.replay.differing_shares()[0])
-                )
-                for param_name, param in engine.params.items():
-                    if param_name.endswith("router.weight"):
-                        param.neg_()
-            out[name] = results[0], results[1]
+            recorded = _recorded(engine, batch)
+            engine.replay = ExpertReplay("rollout", engine.shape, groups, engine.chunks)
+            out[name] = recorded, _replayed(engine, batch, choices[name])
     return out
+
+
+def _recorded(engine: ModelEngine, batch: RaggedBatch) -> Recorded:
+    """Reverse the routers twice: the engine then has its weights again."""
+    assert engine.replay is not None
+    results = []
+    log_probs = _log_probs(engine, batch)
+    for _ in range(2):
+        results.append((log_probs, _gradients(engine, batch), engine.replay.differing_shares()[0]))
+        for name, param in engine.params.items():
+            if name.endswith("router.weight"):
+                param.neg_()
+    return results[0], results[1]
+
+
+def _replayed(engine: ModelEngine, batch: RaggedBatch, choices: Sequence[np.ndarray]) -> Replayed:
+    assert engine.replay is not None and batch.numbers is not None
+    groups = engine.groups
+    for i, (number, of_sequence) in enumerate(zip(batch.numbers.tolist(), choices, strict=True)):
+        if (5 * i + 1) % groups.mesh.world == groups.rank:
+            engine.replay.stored[number] = of_sequence
+    rate = BALANCE.moe_router_bias_update_rate if traits(engine.shape).sigmoid_router else 0.0
+    settings = replace(BALANCE, moe_router_bias_update_rate=rate)
+    engine.balance = RouterBalance(settings, engine.shape, groups, engine.chunks)
+    log_probs = _log_probs(engine, batch)
+    differing, _, of_prompts = engine.replay.differing_shares()
+    results = log_probs, _gradients(engine, batch), differing, of_prompts
+    engine.balance.step()
+    modules = itertools.chain(*(chunk.modules() for chunk in engine.chunks))
+    routers = [module for module in modules if isinstance(module, TopKRouter)]
+    biases = {
+        r.layer_number - 1: r.expert_bias.numpy() for r in routers if r.expert_bias is not None
+    }
+    return results, engine.balance.losses(), biases
 
 
 def without_choices(checkpoint: str, batch: RaggedBatch) -> None:
