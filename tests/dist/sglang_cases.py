@@ -125,17 +125,19 @@ def lose_memory_in_sleep(engine: Any, actor: Iterable[torch.Tensor]) -> None:
     scheduler.memory_saver_adapter = scheduler.weight_updater.memory_saver_adapter = saver
 
 
-def generated(config_path: str, overrides: list[str]) -> dict[str, Any]:
-    """Generate responses of each kind; then with a limit of each response, in parts, with other
-    weights, and with these after a sleep."""
+def generated(config_path: str, overrides: list[str], every_kind: bool = True) -> dict[str, Any]:
+    """Generate sampled responses, or of every kind, also with a limit of each response and in
+    parts; then with other weights, and with these after a sleep."""
     with built_run(config_path, overrides) as run:
         engine = run.rollout
         generate.update_weights(run, PhaseTimer())
         new = requests_of([NOTHING] * 12)
-        results = {kind: as_lists(respond(engine, new, KINDS[kind])) for kind in KINDS}
-        short = requests_of([NOTHING] * 12, max_tokens=5)
-        results["short"] = as_lists(respond(engine, short, KINDS["sampled"]))
-        results["parts"] = as_lists(in_parts(engine, 8))
+        kinds = KINDS if every_kind else ("sampled",)
+        results = {kind: as_lists(respond(engine, new, KINDS[kind])) for kind in kinds}
+        if every_kind:
+            short = requests_of([NOTHING] * 12, max_tokens=5)
+            results["short"] = as_lists(respond(engine, short, KINDS["sampled"]))
+            results["parts"] = as_lists(in_parts(engine, 8))
         for name, param in run.actor.params.items():
             if "norm" not in name:
                 param.data.mul_(1.25)

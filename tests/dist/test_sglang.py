@@ -72,15 +72,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calls(config: Path) -> dict[str, tuple[int, str, dict[str, Any]]]:
     """Return the calls of sglang_cases: world size, function and arguments, by their name here."""
 
-    def call(world: int, function: str, *overrides: str) -> tuple[int, str, dict[str, Any]]:
-        return world, function, {"config_path": str(config), "overrides": list(overrides)}
+    def call(
+        world: int, function: str, *overrides: str, **options: bool
+    ) -> tuple[int, str, dict[str, Any]]:
+        arguments = {"config_path": str(config), "overrides": list(overrides), **options}
+        return world, function, arguments
 
     def of_model(name: str) -> str:
         return f"model.path={config.parent / name}"
 
     return {
         # more prompts than slots, in several chunks
-        **{name: call(1, "generated", of_model(name), *CHUNKED) for name in FAMILIES},
+        **{
+            name: call(1, "generated", of_model(name), *CHUNKED, every_kind=name == "qwen2")
+            for name in FAMILIES
+        },
         "crowded": call(1, "crowded", of_model("qwen2")),
         "stride": call(
             4,
@@ -145,9 +151,10 @@ def test_responses_are_those_of_vllm(
         assert results.keys() == reference["results"].keys()
         for kind, responses in results.items():
             same_responses(kind, responses, reference["results"][kind])
-        same_responses("parts", results["parts"], results["stopped"])
-        assert {r["finished"] for r in results["stopped"]} == {True, False}
-        assert {len(r["tokens"]) for r in results["short"]} == {5}
+        if name in ("qwen2", "stride"):
+            same_responses("parts", results["parts"], results["stopped"])
+            assert {r["finished"] for r in results["stopped"]} == {True, False}
+            assert {len(r["tokens"]) for r in results["short"]} == {5}
         assert results["changed"] != results["sampled"]
         assert woken == results["changed"]
         for key in ("groups", "parameters", "cost", "aliased"):
