@@ -248,48 +248,55 @@ def _comparable(responses: dict[int, Generation]) -> dict[int, Any]:
 
 
 def model_steps(
-    checkpoint: str, greedy: bool, kv_cache_bytes: int
-) -> tuple[list[Generation], list[Generation], int]:
-    """Generate responses by vLLM's model runner, with vLLM's own scheduler and output processor and
-    then with the rollout engine's. Return both, and how many requests vLLM has preempted in
-    each."""
-    import decode_host
-
-    rng = random.Random(3)
-    requests = _requests(rng, 24)
-    sampling = Sampling(0.0 if greedy else 1.0, 120, (1, STOP))
-    found = []
-    num_preempted = 0
+    checkpoint: str, temperatures: Sequence[float], kv_cache_bytes: int
+) -> list[tuple[list[Generation], list[Generation], int]]:
+    """Generate responses of each temperature by vLLM's model runner, with vLLM's own scheduler and
+    output processor and then with the rollout engine's. Return both, and how many requests vLLM has
+    preempted."""
     with (
         replaced(CPUWorker, "determine_available_memory", lambda worker: kv_cache_bytes),
         built_engine(
             checkpoint, 1, MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=MAX_MODEL_LEN
         ) as engine,
     ):
-        for variant, kind in (
-            (decode_host.VLLMsSteps, Scheduler),
-            (decode_host.EngineSteps, DecodeScheduler),
+        return [
+            _steps_of_model(engine, Sampling(temperature, 120, (1, STOP)))
+            for temperature in temperatures
+        ]
+
+
+def _steps_of_model(
+    engine: VLLMEngine, sampling: Sampling
+) -> tuple[list[Generation], list[Generation], int]:
+    import decode_host
+
+    requests = _requests(random.Random(3), 24)
+    found = []
+    num_preempted = 0
+    for variant, kind in (
+        (decode_host.VLLMsSteps, Scheduler),
+        (decode_host.EngineSteps, DecodeScheduler),
+    ):
+        scheduler = decode_host.make_scheduler(engine, kind)
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, preempt: Any = preempt, **kwargs: Any) -> None:
+            nonlocal num_preempted
+            num_preempted += 1
+            preempt(*args, **kwargs)
+
+        with (
+            replaced(engine._core, "scheduler", scheduler),
+            replaced(scheduler, "_preempt_request", counted),
         ):
-            scheduler = decode_host.make_scheduler(engine, kind)
-            preempt = scheduler._preempt_request
-
-            def counted(*args: Any, preempt: Any = preempt, **kwargs: Any) -> None:
-                nonlocal num_preempted
-                num_preempted += 1
-                preempt(*args, **kwargs)
-
-            with (
-                replaced(engine._core, "scheduler", scheduler),
-                replaced(scheduler, "_preempt_request", counted),
-            ):
-                steps = variant(engine)
-                steps.add(requests, sampling)
-                responses: dict[int, Generation] = {}
-                while steps.num_unfinished > 4:
-                    responses |= steps.step()
-                responses |= steps.abort()
-                decode_host.drain(engine)
-            found.append([responses[number] for number in range(len(requests))])
+            steps = variant(engine)
+            steps.add(requests, sampling)
+            responses: dict[int, Generation] = {}
+            while steps.num_unfinished > 4:
+                responses |= steps.step()
+            responses |= steps.abort()
+            decode_host.drain(engine)
+        found.append([responses[number] for number in range(len(requests))])
     return found[0], found[1], num_preempted
 
 
