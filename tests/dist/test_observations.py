@@ -218,9 +218,7 @@ def tail(train: Any) -> Any:
     return train("tail", *TAIL)
 
 
-def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(
-    train: Any, config: Path, tail: Any
-) -> None:
+def test_conversations_have_several_turns_and_failed_calls(config: Path, tail: Any) -> None:
     steps, num_calls = tail
     assert num_calls > N * 4 * STEPS, "conversations of several turns"
     assert not all(all(step["sample_mask"]) for step in steps[0])
@@ -228,9 +226,6 @@ def test_a_replayed_run_calls_no_environment_and_has_the_same_bits(
     assert all(max(step["turns"]) > 0 and any(step["advantages"]) for step in steps[0])
     events = [event for _, event in read_rows(config.parent / "tail" / "health.jsonl")]
     assert "calls_failing" in {event["rule"] for event in events}
-    replayed, num_again = train("replayed", *TAIL, f"trainer.replay={config.parent / 'tail'}")
-    assert num_again == 0
-    _assert_same(replayed, steps)
 
 
 def test_environments_run_beside_the_engines_of_a_pool(train: Any, config: Path, tail: Any) -> None:
@@ -357,8 +352,8 @@ def test_another_layout_replays_conversations(train: Any, config: Path, partial:
 
 def test_an_agents_run_is_repeated(train: Any, config: Path) -> None:
     """Check an agent that speaks to the endpoint, rewrites its history and asks beside it: a
-    replay, and a partial run that is resumed, run no agent and have the same bits; agents of a run
-    that was killed run again for the rest. The run ends where log-probs of a context are not those
+    partial run that is resumed runs no agent and has the same bits; agents of a run that was killed
+    run again for the rest. The run ends where log-probs of a context are not those
     of the engine."""
     agent = [
         "rollout.environment.name=openai",
@@ -374,10 +369,6 @@ def test_an_agents_run_is_repeated(train: Any, config: Path) -> None:
     assert any(values["reward_extra/arithmetic/turns"] > 0 for values in metrics)
     journal = (config.parent / "agent" / "observations").glob("*.jsonl")
     assert sum(len(re.findall('"is_context": ?true', file.read_text())) for file in journal) > 10
-    replay = f"trainer.replay={config.parent / 'agent'}"
-    replayed, num_again = train("agent_replayed", *TAIL, *agent, replay)
-    assert num_again == 0
-    _assert_same(replayed, steps)
     directory = _copied(config, "agent", "agent_killed", 1)
     for path in (directory / "observations").glob("step_000003_*.jsonl"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
