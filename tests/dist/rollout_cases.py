@@ -133,12 +133,6 @@ def generate(
     return responses
 
 
-def summary(checkpoint: str, max_model_len: int) -> str:
-    """Return the engine's line for the console."""
-    with built_engine(checkpoint, 1, max_model_len) as engine:
-        return engine.summary
-
-
 def build_with_kv_cache_of(num_bytes: int, checkpoint: str, max_model_len: int) -> None:
     """Build an engine on a rank with memory for a KV cache of this size."""
     with replaced(CPUWorker, "determine_available_memory", lambda worker: num_bytes):
@@ -146,9 +140,11 @@ def build_with_kv_cache_of(num_bytes: int, checkpoint: str, max_model_len: int) 
             pass
 
 
-def update_during_a_request(checkpoint: str, max_model_len: int, prompt: Sequence[int]) -> str:
-    """Report new weights while a request is unfinished, and after its end. Return the first call's
-    error."""
+def update_during_a_request(
+    checkpoint: str, max_model_len: int, prompt: Sequence[int]
+) -> tuple[str, str]:
+    """Report new weights while a request is unfinished, and after its end. Return the engine's line
+    for the console, and the first call's error."""
     with built_engine(checkpoint, 1, max_model_len) as engine:
         requests = engine._llm.llm_engine
         requests.add_request(
@@ -165,7 +161,7 @@ def update_during_a_request(checkpoint: str, max_model_len: int, prompt: Sequenc
         while requests.has_unfinished_requests():
             requests.step()
         engine.weights_updated()
-        return message
+        return engine.summary, message
 
 
 def build_with(checkpoint: str, rollout_tp: int, **changes: Any) -> None:
@@ -202,25 +198,27 @@ def steps_with_wrong_vllm_weights(config_path: str, from_step: int) -> list[str]
     return warnings
 
 
-def gsm8k_steps(config_path: str) -> dict[str, Any]:
-    """Run two PPO steps and a sampled validation. Return the metrics of each step, the
-    validation's samples, and the prompt tokens of this rank's engine in each step."""
-    steps = []
-    prompt_tokens = []
+def gsm8k_step(config_path: str) -> dict[str, Any]:
+    """Run a PPO step and a sampled validation on one rank. Return the metrics of the step, the
+    validation's samples, and the prompt tokens of the step."""
     with built_run(config_path, []) as run:
-        for step in (1, 2):
-            state = step_state.begin_step(
-                step, RankStatus(), (step - 1) * run.config.data.train_batch_size
-            )
-            batch = loop.one_step(run, state, StopRequests(run.config.trainer))
-            prompt_tokens.append(
-                int(batch.prompt_lens[dist.get_rank() :: dist.get_world_size()].sum())
-            )
-            steps.append(dict(state.metrics))
+        state = step_state.begin_step(1, RankStatus())
+        batch = loop.one_step(run, state, StopRequests(run.config.trainer))
+        metrics = dict(state.metrics)
         evaluate.validate(run, state)
-        samples = Path(run.config.trainer.default_local_dir) / "generations/2.jsonl"
-        dist.barrier()
-        return {"steps": steps, "samples": samples.read_text(), "prompt_tokens": prompt_tokens}
+        samples = Path(run.config.trainer.default_local_dir) / "generations/1.jsonl"
+        prompt_tokens = int(batch.prompt_lens.sum())
+        return {
+            "metrics": metrics,
+            "samples": samples.read_text(),
+            "prompt_tokens": prompt_tokens,
+        }
+
+
+Share = tuple[list[Generation], list[int]]
+"""All responses; the requests of this rank's engine, in the order in which it took them."""
+Continued = tuple[list[list[int]], list[Generation]]
+"""Lengths of all responses after each call; the responses."""
 
 
 def shared(
@@ -230,15 +228,9 @@ def shared(
     max_running: int,
     clock: str = "virtual",
     slow_rank: int | None = None,
-) -> list[tuple[list[Generation], list[int]]]:
-    """Generate responses twice with engines that run max_running requests at once. Return for each
-    time the responses and the requests of this rank's engine, in the order in which it took them.
-    slow_rank: waits in each step."""
-    requests = [
-        Request(i, np.array(prompt, np.int32), 1000 + i, NOTHING)
-        for i, prompt in enumerate(prompts)
-    ]
-    out = []
+) -> list[Share]:
+    """Generate responses twice with engines that run max_running requests at once. slow_rank: waits
+    in each step."""
     with built_engine(
         checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running
     ) as engine:
@@ -250,13 +242,34 @@ def shared(
 
         if dist.get_rank() == slow_rank:
             engine.step = slow_step  # type: ignore[method-assign]
-        for _ in range(2):
-            taken: list[int] = []
-            with replaced(engine, "add", _recording(engine.add, taken)):
-                sampling = Sampling(1.0, 64, (1, 2, 3))
-                responses = all_responses(engine, requests, sampling, CLOCKS[clock]())
-            out.append((responses.generations(), taken))
-    return out
+        return [_share(engine, prompts, CLOCKS[clock]()) for _ in range(2)]
+
+
+def shared_and_in_parts(
+    checkpoint: str,
+    groups: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    max_running: int,
+    part: int,
+) -> tuple[list[Share], Continued]:
+    """Generate responses as `shared` does, and then in several calls: each ends as soon as `part`
+    more responses have ended, and the next one continues the others."""
+    with built_engine(
+        checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running
+    ) as engine:
+        shares = [_share(engine, prompts, VirtualClock()) for _ in range(2)]
+        return shares, _in_parts(engine, prompts, part)
+
+
+def _share(engine: RolloutEngine, prompts: Sequence[Sequence[int]], clock: Clock) -> Share:
+    requests = [
+        Request(i, np.array(prompt, np.int32), 1000 + i, NOTHING)
+        for i, prompt in enumerate(prompts)
+    ]
+    taken: list[int] = []
+    with replaced(engine, "add", _recording(engine.add, taken)):
+        responses = all_responses(engine, requests, Sampling(1.0, 64, (1, 2, 3)), clock)
+    return responses.generations(), taken
 
 
 def _recording(add: Callable[..., None], taken: list[int]) -> Callable[..., None]:
@@ -267,68 +280,64 @@ def _recording(add: Callable[..., None], taken: list[int]) -> Callable[..., None
     return recording
 
 
-def in_parts(
-    checkpoint: str,
-    groups: Sequence[Sequence[int]],
-    prompts: Sequence[Sequence[int]],
-    max_running: int,
-    part: int,
-) -> tuple[list[list[int]], list[Generation]]:
-    """Generate responses in several calls: each ends as soon as `part` more responses have ended,
-    and the next one continues the others. Return the lengths after each call, and the responses."""
+def _in_parts(engine: RolloutEngine, prompts: Sequence[Sequence[int]], part: int) -> Continued:
     sampling = Sampling(1.0, 64, (1, 2, 3))
     drawn = [NOTHING] * len(prompts)
     lens: list[list[int]] = []
-    with built_engine(
-        checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running
-    ) as engine:
-        while left := [
-            i for i, one in enumerate(drawn) if not one.finished and len(one.token_ids) < 64
-        ]:
-            requests = [
-                Request(number, np.array(prompts[i], np.int32), 1000 + i, drawn[i])
-                for number, i in enumerate(left)
-            ]
-            wanted = min(part, len(left))
-            responses = all_responses(
-                engine,
-                requests,
-                sampling,
-                VirtualClock(),
-                enough=lambda ended, n=wanted: len(ended) >= n,
-            )
-            for i, one in zip(left, responses.generations(), strict=True):
-                drawn[i] = one
-            lens.append([len(one.token_ids) for one in drawn])
+    while left := [
+        i for i, one in enumerate(drawn) if not one.finished and len(one.token_ids) < 64
+    ]:
+        requests = [
+            Request(number, np.array(prompts[i], np.int32), 1000 + i, drawn[i])
+            for number, i in enumerate(left)
+        ]
+        wanted = min(part, len(left))
+        responses = all_responses(
+            engine,
+            requests,
+            sampling,
+            VirtualClock(),
+            enough=lambda ended, n=wanted: len(ended) >= n,
+        )
+        for i, one in zip(left, responses.generations(), strict=True):
+            drawn[i] = one
+        lens.append([len(one.token_ids) for one in drawn])
     return lens, drawn
 
 
 def scored_meanwhile(
-    checkpoint: str, prompts: Sequence[Sequence[int]], directory: str
+    checkpoint: str, prompts: Sequence[Sequence[int]], directory: str, names: Sequence[str]
+) -> list[tuple[list[float], bool]]:
+    """Generate responses and score them, by a copy of directory/NAME.py of this rank for each name.
+    Return the scores, and whether the file scored, which the reward function makes beside itself,
+    was there before the last step of the engine."""
+    with built_engine(checkpoint, 1, 128, max_num_seqs=4) as engine:
+        return [
+            _scored_meanwhile(engine, checkpoint, prompts, Path(directory) / f"{name}.py")
+            for name in names
+        ]
+
+
+def _scored_meanwhile(
+    engine: RolloutEngine, checkpoint: str, prompts: Sequence[Sequence[int]], file: Path
 ) -> tuple[list[float], bool]:
-    """Generate responses and score them by a copy of directory/reward.py of this rank. Return the
-    scores, and whether the file scored, which the reward function makes beside itself, was there
-    before the last step of the engine."""
-    where = Path(directory) / f"rank{dist.get_rank()}"
+    where = file.with_name(f"{file.stem}_rank{dist.get_rank()}")
     where.mkdir()
-    shutil.copy(Path(directory) / "reward.py", where)
+    shutil.copy(file, where)
     rows = [Prompt(i, np.array(prompt, np.int32), "mine", None) for i, prompt in enumerate(prompts)]
     requests = [Request(i, row.token_ids, 1000 + i, NOTHING) for i, row in enumerate(rows)]
-    rewards = RewardManager(
-        CustomRewardFunctionConfig(path=str(where / "reward.py")), RewardConfig()
-    )
+    rewards = RewardManager(CustomRewardFunctionConfig(path=str(where / file.name)), RewardConfig())
     was_there = []
+    step = engine.step
+
+    def slow_step() -> dict[int, Generation]:
+        was_there.append((where / "scored").exists())
+        time.sleep(0.02)
+        return step()
+
     try:
-        with built_engine(checkpoint, 1, 128, max_num_seqs=4) as engine:
-            stream = ScoreStream(rewards, load_tokenizer(checkpoint), rows)
-            step = engine.step
-
-            def slow_step() -> dict[int, Generation]:
-                was_there.append((where / "scored").exists())
-                time.sleep(0.02)
-                return step()
-
-            engine.step = slow_step  # type: ignore[method-assign]
+        stream = ScoreStream(rewards, load_tokenizer(checkpoint), rows)
+        with replaced(engine, "step", slow_step):
             generate_responses(
                 engine,
                 requests,
@@ -338,8 +347,8 @@ def scored_meanwhile(
                     {i: r.token_ids for i, r in ended.items()}, others_follow=True
                 ),
             )
-            stream.submit({})
-            return [score.score for score in stream.collect()], was_there[-1]
+        stream.submit({})
+        return [score.score for score in stream.collect()], was_there[-1]
     finally:
         rewards.close()
 

@@ -15,7 +15,7 @@ from tiny import make_checkpoint
 
 from rlhf_mc.data.batch import Prompt, Responses, build_batch
 
-GROUPS = {2: [[0], [1]], 4: [[1, 0], [2, 3]]}
+GROUPS = {1: [[0]], 2: [[0], [1]], 4: [[1, 0], [2, 3]]}
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,27 @@ def alone(pool: Any, checkpoint: str, prompts: list[list[int]]) -> list[Any]:
     return list(responses)
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_shared_requests_have_the_same_responses(
-    pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any], world: int
-) -> None:
-    groups = GROUPS.get(world, [[0]])
-    ranks = pool(world).run(
-        rollout_cases.shared, checkpoint=checkpoint, groups=groups, prompts=prompts, max_running=4
+@pytest.fixture(scope="module", params=[1, 4])
+def crowded(
+    request: pytest.FixtureRequest, pool: Any, checkpoint: str, prompts: list[list[int]]
+) -> list[Any]:
+    """Return each rank's result where engines have fewer places than requests."""
+    results: list[Any] = pool(request.param).run(
+        rollout_cases.shared_and_in_parts,
+        checkpoint=checkpoint,
+        groups=GROUPS[request.param],
+        prompts=prompts,
+        max_running=4,
+        part=10,
     )
+    return results
+
+
+def test_shared_requests_have_the_same_responses(
+    prompts: list[list[int]], alone: list[Any], crowded: list[Any]
+) -> None:
+    ranks = [shares for shares, _ in crowded]
+    groups = GROUPS[len(ranks)]
     assert len({len(response.token_ids) for response in alone}) > 10, "responses of many lengths"
     for rank, ((responses, taken), again) in enumerate(ranks):
         assert [r.token_ids for r in responses] == [r.token_ids for r in alone]
@@ -82,21 +95,11 @@ def test_a_slow_engine_takes_fewer_requests(
     assert fast + slow == len(prompts) and fast > 2 * slow
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_a_response_continues_with_the_same_tokens(
-    pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any], world: int
-) -> None:
+def test_a_response_continues_with_the_same_tokens(alone: list[Any], crowded: list[Any]) -> None:
     """Check calls that end while responses are unfinished and some have not begun."""
-    ranks = pool(world).run(
-        rollout_cases.in_parts,
-        checkpoint=checkpoint,
-        groups=GROUPS.get(world, [[0]]),
-        prompts=prompts,
-        max_running=4,
-        part=10,
-    )
-    lens, responses = ranks[0]
-    assert all(rank == ranks[0] for rank in ranks)
+    parts = [found for _, found in crowded]
+    lens, responses = parts[0]
+    assert all(found == parts[0] for found in parts)
     assert len(lens) >= 3 and 0 in lens[0], "the first call has not begun all"
     assert any(0 < before < after for before, after in zip(lens[0], lens[-1], strict=True)), (
         "some are continued"
@@ -123,24 +126,24 @@ def compute_score(solution_strs, **rows):
 """
 
 
-@pytest.mark.parametrize("together", [False, True])
 def test_responses_are_scored_while_others_are_generated(
-    pool: Any, checkpoint: str, prompts: list[list[int]], tmp_path: Path, together: bool
+    pool: Any, checkpoint: str, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     """Check too that a function which scores responses together gets all of a rank in one call."""
-    (tmp_path / "reward.py").write_text(TOGETHER if together else ONE_BY_ONE)
+    (tmp_path / "one_by_one.py").write_text(ONE_BY_ONE)
+    (tmp_path / "together.py").write_text(TOGETHER)
     ranks = pool(2).run(
         rollout_cases.scored_meanwhile,
         checkpoint=checkpoint,
         prompts=prompts[:17],
         directory=str(tmp_path),
+        names=["one_by_one", "together"],
     )
-    for scores, was_scored_meanwhile in ranks:
-        assert scores == ranks[0][0] and len(scores) == 17
-        assert was_scored_meanwhile != together
-        assert sorted(set(scores)) == (
-            [0.5] if not together else sorted({scores.count(s) for s in set(scores)})
-        )
+    for one_by_one, (scores, is_scored_meanwhile) in ranks:
+        assert one_by_one == ([0.5] * 17, True)
+        assert scores == ranks[0][1][0] and len(scores) == 17
+        assert not is_scored_meanwhile
+        assert set(scores) == {scores.count(score) for score in scores}
 
 
 def test_requests_that_vllm_preempts(pool: Any, tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import rollout_cases
 import torch
@@ -41,20 +40,26 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def test_update_fails_if_the_prefix_cache_is_kept(
-    pool: Any, checkpoint: str, prompts: list[list[int]]
-) -> None:
-    (message,) = pool(1).run(
+@pytest.fixture(scope="module")
+def lines(pool: Any, checkpoint: str, prompts: list[list[int]]) -> tuple[str, str]:
+    """Return an engine's line at the start, and its error where new weights come during a
+    request."""
+    (found,) = pool(1).run(
         rollout_cases.update_during_a_request,
         checkpoint=checkpoint,
         max_model_len=MAX_MODEL_LEN,
         prompt=prompts[0],
     )
-    assert "did not reset its prefix cache" in message
+    summary, message = found
+    return summary, message
 
 
-def test_the_line_at_start_gives_the_kv_cache(pool: Any, checkpoint: str) -> None:
-    (line,) = pool(1).run(rollout_cases.summary, checkpoint=checkpoint, max_model_len=MAX_MODEL_LEN)
+def test_update_fails_if_the_prefix_cache_is_kept(lines: tuple[str, str]) -> None:
+    assert "did not reset its prefix cache" in lines[1]
+
+
+def test_the_line_at_start_gives_the_kv_cache(lines: tuple[str, str]) -> None:
+    line, _ = lines
     found = re.fullmatch(
         r"KV cache: 0\.07 GB, for (\d+) tokens: ([\d.]+) sequences of 72 tokens; "
         "attention by CPU_ATTN",
@@ -99,18 +104,18 @@ def test_a_kv_cache_that_holds_no_sequence_is_one_line(
     ), value[1]
 
 
-@pytest.mark.parametrize(("world", "rollout_tp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("world", "budgets"), [(1, CHUNKED), (2, (88,))], ids=["TP 1", "TP 2"])
 def test_chunked_prefill_samples_the_same_responses(
-    pool: Any, checkpoint: str, prompts: list[list[int]], world: int, rollout_tp: int
+    pool: Any, checkpoint: str, prompts: list[list[int]], world: int, budgets: tuple[int, ...]
 ) -> None:
     unchunked, *chunked = pool(world).run(
         rollout_cases.generate,
         checkpoint=checkpoint,
-        rollout_tp=rollout_tp,
+        rollout_tp=world,
         max_model_len=MAX_MODEL_LEN,
         prompts=prompts,
         temperature=1.0,
-        budgets=(UNCHUNKED, *CHUNKED),
+        budgets=(UNCHUNKED, *budgets),
     )[0]
     # sampled, each with its own seed
     assert len({tuple(r.token_ids) for r in unchunked}) == len(prompts)
@@ -129,15 +134,17 @@ NUM_VAL = 64
 
 @pytest.fixture(scope="module")
 def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a config of two steps at default rollout settings over GSM8K's prompts."""
+    """Return a config of one step at default rollout settings over GSM8K's prompts."""
     directory = tmp_path_factory.mktemp("gsm8k")
     make_checkpoint(directory / "model", num_hidden_layers=2, max_position_embeddings=1024)
     (directory / "all.jsonl").write_text(
         "\n".join(gsm8k_lines(NUM_PROMPTS + NUM_VAL)), encoding="utf-8"
     )
-    command = ["tools/prepare_data.py", "--dataset", "gsm8k", "--input", f"{directory}/all.jsonl"]
+    command = [str(ROOT / "tools" / "prepare_data.py"), "--dataset", "gsm8k"]
+    command += ["--input", f"{directory}/all.jsonl"]
     command += ["--output", str(directory), "--test-rows", str(NUM_VAL)]
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=500)
+    done = forked.run(command)
+    assert done.returncode == 0, done.stderr
     tree = {
         "data": {
             "train_files": f"{directory}/train.parquet",
@@ -149,7 +156,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"path": f"{directory}/model"},
         "actor": {"ppo_mini_batch_size": NUM_PROMPTS, "megatron": {"dtype": "float32"}},
         "rollout": {"val_kwargs": {"temperature": 1.0}},
-        "trainer": {"default_local_dir": f"{directory}/run", "total_training_steps": 2},
+        "trainer": {"default_local_dir": f"{directory}/run", "total_training_steps": 1},
     }
     (directory / "config.yaml").write_text(yaml.safe_dump(tree))
     return directory
@@ -159,8 +166,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_gsm8k_at_default_rollout_settings(pool: Any, gsm8k: Path, source: str) -> None:
     """Check that the engine needs chunked prefill. That any number of processes samples the same
     tokens: test_layouts.py."""
-    (result,) = pool(1).run(rollout_cases.gsm8k_steps, config_path=str(gsm8k / "config.yaml"))
-    assert min(result["prompt_tokens"]) > RolloutConfig().max_num_batched_tokens
-    for metrics in result["steps"]:
-        assert metrics["training/rollout_logprobs_diff_max"] < 1e-4
+    (result,) = pool(1).run(rollout_cases.gsm8k_step, config_path=str(gsm8k / "config.yaml"))
+    assert result["prompt_tokens"] > RolloutConfig().max_num_batched_tokens
+    assert result["metrics"]["training/rollout_logprobs_diff_max"] < 1e-4
     assert result["samples"].count("\n") == 8
