@@ -3,7 +3,6 @@ on, the ages of their tokens, and resumes that are bit for bit."""
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -20,6 +19,7 @@ N = 2
 NEEDED = 4
 KEPT = "training/off_policy/kept_groups"
 PER_EPOCH = 6
+STEPS = 4
 LIMIT = 48
 SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"train_batch_size": NEEDED, "max_response_length": LIMIT},
@@ -27,19 +27,29 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "critic": {"ppo_max_token_len_per_gpu": 512, "forward_max_token_len_per_gpu": 512},
     "ref": {"log_prob_max_token_len_per_gpu": 512},
     "rollout": {"n": N, "max_num_seqs": 16, "log_prob_max_token_len_per_gpu": 512},
-    "trainer": {"total_training_steps": PER_EPOCH, "test_freq": -1, "val_before_train": False},
+    "trainer": {"total_training_steps": STEPS, "test_freq": -1, "val_before_train": False},
 }
 PARTIAL = [
     "rollout.partial_rollout=true",
     "algorithm.rollout_correction.rollout_is=token",
     "trainer.save_freq=1",
 ]
-
-
 ONE_STEP_OFF = [
     "rollout.one_step_off=true",
     "algorithm.rollout_correction.rollout_is=token",
 ]
+WHOLE_EPOCH = f"trainer.total_training_steps={PER_EPOCH}"
+AHEAD = [ONE_STEP_OFF[0], WHOLE_EPOCH]
+FROZEN = ["actor.optim.lr=0", "critic.optim.lr=0"]
+SCORE_ONE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 5 + 10 * (sum(map(ord, str(ground_truth))) % 7))
+"""
+SCORE_ALL = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):
+    rows = zip(solution_strs, ground_truths, strict=True)
+    return [float(sum(map(ord, text)) % 5 + 10 * (sum(map(ord, str(truth))) % 7)) for text, truth in rows]
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +62,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "model" / "generation_config.json").write_text(
         json.dumps({"eos_token_id": list(range(4, 16))})
     )
+    (directory / "reward.py").write_text(SCORE_ONE)
     return write_config(directory, **SECTIONS)
 
 
@@ -76,6 +87,14 @@ def partial(train: Any) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.fixture(scope="module")
+def tail(train: Any) -> list[dict[str, Any]]:
+    """Run an epoch with weights that do not change."""
+    settings = ["rollout.tail_batching=true", "rollout.prompts_in_flight=8", *FROZEN, WHOLE_EPOCH]
+    results: list[dict[str, Any]] = train(2, "tail", *settings)
+    return results
+
+
 def _decisions(step: dict[str, Any]) -> dict[str, Any]:
     return {
         key: step[key]
@@ -95,28 +114,22 @@ def _pairs(step: dict[str, Any]) -> list[tuple[int, list[int]]]:
     return list(zip(step["prompts"], step["responses"], strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_tail_batching_trains_on_the_responses_of_plain_sampling(train: Any, world: int) -> None:
+def test_tail_batching_trains_on_the_responses_of_plain_sampling(
+    train: Any, tail: list[dict[str, Any]]
+) -> None:
     """Check that with weights that do not change an epoch has the same responses, in another
     order."""
-    frozen = ["actor.optim.lr=0", "critic.optim.lr=0"]
-    plain = train(world, f"plain_{world}", *frozen)[0]["steps"]
-    first, *others = train(
-        world, f"tail_{world}", *frozen, "rollout.tail_batching=true", "rollout.prompts_in_flight=8"
-    )
-    for rank in others:
-        assert [_decisions(step) for step in rank["steps"]] == [
-            _decisions(step) for step in first["steps"]
-        ]
-    tail = first["steps"]
+    plain = train(1, "plain", *FROZEN, WHOLE_EPOCH)[0]["steps"]
+    first, second = (rank["steps"] for rank in tail)
+    assert [_decisions(step) for step in first] == [_decisions(step) for step in second]
     rows = [
         Counter((prompt, tuple(tokens)) for step in steps for prompt, tokens in _pairs(step))
-        for steps in (plain, tail)
+        for steps in (plain, first)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == NEEDED * N * PER_EPOCH
     assert max(Counter(prompt for prompt, _ in rows[1]).values()) == N, "each prompt once"
-    longest = [max(map(len, step["responses"])) for step in tail]
-    left = [step["metrics"]["train/tail_groups"] for step in tail]
+    longest = [max(map(len, step["responses"])) for step in first]
+    left = [step["metrics"]["train/tail_groups"] for step in first]
     assert max(left) > 0 and left[-1] == 0, "the epoch ends without groups that are left"
     assert min(longest) < min(max(map(len, step["responses"])) for step in plain), (
         "some steps have no long response"
@@ -157,77 +170,60 @@ def test_partial_rollout_continues_responses_with_new_weights(
 
 
 def _score(text: str, truth: Any) -> float:
-    """Return the score of SCORE_ALL, which is of the response and of its prompt."""
+    """Return the score of SCORE_ONE and SCORE_ALL, which is of the response and of its prompt."""
     return float(sum(map(ord, text)) % 5 + 10 * (sum(map(ord, str(truth))) % 7))
 
 
-SCORE_ALL = """
-def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):
-    rows = zip(solution_strs, ground_truths, strict=True)
-    return [float(sum(map(ord, text)) % 5 + 10 * (sum(map(ord, str(truth))) % 7)) for text, truth in rows]
-"""  # noqa: E501
-SCORE_ONE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(sum(map(ord, solution_str)) % 5 + 10 * (sum(map(ord, str(ground_truth))) % 7))
-"""
-
-
-@pytest.mark.parametrize(
-    ("mode", "reward"),
-    [("partial_rollout", SCORE_ONE), ("partial_rollout", SCORE_ALL), ("tail_batching", SCORE_ONE)],
-    ids=["partial", "partial_batched", "tail"],
-)
+@pytest.mark.parametrize("name", ["partial", "partial_batched", "tail"])
 def test_each_trained_response_is_scored_once_and_the_first_while_others_are_generated(
-    train: Any, config: Path, request: pytest.FixtureRequest, mode: str, reward: str
+    train: Any, config: Path, request: pytest.FixtureRequest, name: str
 ) -> None:
     """Check too the scores of greedy responses, which are numbered behind the others."""
-    name = f"scored_{request.node.callspec.id}"
-    (config.parent / f"{name}.py").write_text(reward)
-    greedy = reward == SCORE_ALL
-    settings = [
-        f"rollout.{mode}=true",
-        "algorithm.rollout_correction.rollout_is=token",
-        f"custom_reward_function.path={config.parent / f'{name}.py'}",
-        "trainer.total_training_steps=4",
-    ]
-    settings += ["algorithm.adv_estimator=remax"] if greedy else []
-    ranks = [rank["steps"] for rank in train(2, name, *settings)]
+    is_batched = name == "partial_batched"
+    if is_batched:
+        (config.parent / "score_all.py").write_text(SCORE_ALL)
+        settings = [
+            *PARTIAL[:2],
+            f"custom_reward_function.path={config.parent / 'score_all.py'}",
+            "algorithm.adv_estimator=remax",
+        ]
+        results = train(2, name, *settings)
+    else:
+        results = request.getfixturevalue(name)
     early = 0
-    for steps in zip(*ranks, strict=True):
+    for steps in zip(*(rank["steps"] for rank in results), strict=True):
         for step in steps:
             rows = zip(step["texts"], step["truths"], strict=True)
             assert step["scores"] == [_score(*row) for row in rows]
-            if greedy:
+            if is_batched:
                 assert [score // 10 for score in step["greedy_scores"]] == [
                     _score("", t) // 10 for t in step["truths"]
                 ]
         assert sum(step["submitted"]["all"] for step in steps) == NEEDED * N + (
-            NEEDED if greedy else 0
+            NEEDED if is_batched else 0
         )
         early += sum(step["submitted"]["early"] for step in steps)
-    assert (early > NEEDED * N) == (reward == SCORE_ONE), (
-        "a function of all rows waits for the last"
-    )
+    assert (early > NEEDED * N) != is_batched, "a function of all rows waits for the last"
 
 
 def test_a_run_without_a_pool_trains_on_the_groups_that_are_left(train: Any, config: Path) -> None:
     """Check that a resume that turns the pool off takes each prompt of the epoch once. Then it
     draws batches again."""
     seven = [*PARTIAL, "rollout.prompts_in_flight=7", "trainer.total_training_steps=3"]
-    with_pool = train(2, "turned_on", *seven)[0]["steps"]
+    with_pool = train(1, "turned_on", *seven)[0]["steps"]
     start = config.parent / "turned_on" / "global_step_3"
     resume = [
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={start}",
         "trainer.save_freq=1",
     ]
-    steps = train(2, "turned_off", *resume, "trainer.total_training_steps=8")[0]["steps"]
+    steps = train(1, "turned_off", *resume, "trainer.total_training_steps=8")[0]["steps"]
     trained = Counter(prompt for step in [*with_pool, *steps[:3]] for prompt in step["prompts"])
     assert set(trained.values()) == {N} and len(trained) == NEEDED * PER_EPOCH
     assert all(step["ages"] is None for step in steps)
     assert [step["metrics"].get("train/tail_groups") for step in steps] == [3, 3, 0, None, None]
     assert [step["metrics"]["training/epoch"] for step in steps] == [0, 0, 0, 1, 1]
-    again = train(2, "turned_off", "trainer.resume_mode=auto", "trainer.total_training_steps=9")[0][
+    again = train(1, "turned_off", "trainer.resume_mode=auto", "trainer.total_training_steps=9")[0][
         "steps"
     ]
     assert not {*again[0]["prompts"]} & {prompt for step in steps[3:] for prompt in step["prompts"]}
@@ -259,21 +255,21 @@ def test_a_partial_run_resumes_bit_for_bit(
 ) -> None:
     """Check too that trainer.save_minutes saves, deletes none that save_freq asks for, and changes
     nothing else."""
-    start = config.parent / "partial" / "global_step_3"
+    start = config.parent / "partial" / "global_step_1"
     settings = [
         *PARTIAL[:2],
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={start}",
     ]
-    settings += ["trainer.save_freq=4", "trainer.save_minutes=1e-6", "trainer.max_ckpt_to_keep=1"]
+    settings += ["trainer.save_freq=3", "trainer.save_minutes=1e-6", "trainer.max_ckpt_to_keep=1"]
     resumed = train(2, "resumed", *settings)
     assert sorted(path.name for path in (config.parent / "resumed").glob("global_step_*")) == [
+        "global_step_3",
         "global_step_4",
-        "global_step_6",
     ]
     for part, whole in zip(resumed, partial, strict=True):
-        assert [step["step"] for step in part["steps"]] == [4, 5, 6]
-        for step, other in zip(part["steps"], whole["steps"][3:], strict=True):
+        assert [step["step"] for step in part["steps"]] == [2, 3, 4]
+        for step, other in zip(part["steps"], whole["steps"][1:], strict=True):
             assert _decisions(step) == _decisions(other)
             assert step["metrics"]["actor/loss"] == other["metrics"]["actor/loss"]
         _assert_same_weights(part, whole)
@@ -303,7 +299,7 @@ def test_a_resume_with_another_batch_size_ends_the_epoch_with_its_own_prompts(
 def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
     pool: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Check a resume too, which reads them: without its experts a response cannot be trained on. In
+    """Check resumes too, which read them: without its experts a response cannot be trained on. In
     pools they go to the ranks that train. The routers have losses, and correction biases that
     move."""
     directory = make_workspace(
@@ -319,68 +315,60 @@ def test_kept_responses_keep_the_experts_that_were_chosen_for_them(
     settings = [
         *PARTIAL,
         "algorithm.router_replay=rollout",
-        "trainer.total_training_steps=4",
         "data.max_response_length=96",
     ]
     balance = {"aux_loss_coeff": 0.01, "z_loss_coeff": 0.001, "router_bias_update_rate": 0.01}
     settings += [f"actor.moe_{name}={value}" for name, value in balance.items()]
     config = str(write_config(directory, **SECTIONS))
-    train = functools.partial(pool(2).run, pool_cases.train, config_path=config)
-    whole = train(overrides=settings)
-    start = directory / "run" / "global_step_2"
-    assert len(list(start.glob("group_pool_experts_*.npz"))) == 2
-    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
-    resumed = train(
-        overrides=[*settings, *resume, f"trainer.default_local_dir={directory / 'resumed'}"]
-    )
+
+    def train(world: int, name: str, *overrides: str) -> list[dict[str, Any]]:
+        arguments = [*settings, f"trainer.default_local_dir={directory / name}", *overrides]
+        results: list[dict[str, Any]] = pool(world).run(
+            pool_cases.train, config_path=config, overrides=arguments
+        )
+        return results
+
+    def resume(name: str, step: int) -> list[str]:
+        start = directory / name / f"global_step_{step}"
+        assert len([*start.glob("group_pool_experts_*.npz")]) == 2
+        return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
+
+    whole = train(2, "whole")
+    in_pools = ["resource_pools.train=2", "resource_pools.rollout=2"]
+    pools = train(4, "pools", *in_pools, *resume("whole", 2))
+    for rank, result in enumerate(pools):
+        wanted = whole[rank % 2]["steps"][2:]
+        for step, other in zip(result["steps"], wanted, strict=True):
+            _assert_same_in_pools(rank, step, other)
+            for key in ("actor/loss", "actor/grad_norm", "training/expert_choices_diff"):
+                assert step["metrics"][key] == other["metrics"][key], key
+        if rank < 2:
+            _assert_same_weights(result, whole[rank])
+    resumed = train(2, "resumed", *resume("pools", 3))
     for part, other in zip(resumed, whole, strict=True):
-        assert [step["step"] for step in part["steps"]] == [3, 4]
-        assert [step["metrics"]["actor/loss"] for step in part["steps"]] == [
-            step["metrics"]["actor/loss"] for step in other["steps"][2:]
-        ]
+        (step,) = part["steps"]
+        assert step["step"] == 4
+        metrics = other["steps"][3]["metrics"]
+        assert step["metrics"]["actor/loss"] == metrics["actor/loss"]
         _assert_same_weights(part, other)
-        for step, again in zip(other["steps"][2:], part["steps"], strict=True):
-            losses = {
-                key: value
-                for key, value in step["metrics"].items()
-                if key.startswith("actor/router_")
-            }
-            assert losses == {
-                key: again["metrics"][key]
-                for key in ("actor/router_aux_loss", "actor/router_z_loss")
-            }
-            assert 0.9 < losses["actor/router_aux_loss"] < 2.0
+        losses = {key: value for key, value in metrics.items() if key.startswith("actor/router_")}
+        assert losses == {
+            key: step["metrics"][key] for key in ("actor/router_aux_loss", "actor/router_z_loss")
+        }
+        assert 0.9 < losses["actor/router_aux_loss"] < 2.0
     oldest = [
         step["metrics"]["training/off_policy/trajectory_staleness/max"]
         for step in whole[0]["steps"]
     ]
     assert max(oldest) > 0, "no response has ended in an earlier step"
-    in_pools = [*settings, "resource_pools.train=2", "resource_pools.rollout=2"]
-    place = f"trainer.default_local_dir={directory / 'pools'}"
-    again = f"trainer.resume_from_path={directory / 'pools' / 'global_step_2'}"
-    elsewhere = f"trainer.default_local_dir={directory / 'pools_resumed'}"
-    for overrides, first in (([place], 0), ([elsewhere, resume[0], again], 2)):
-        results = pool(4).run(
-            pool_cases.train, config_path=config, overrides=[*in_pools, *overrides]
-        )
-        for rank, result in enumerate(results):
-            wanted = whole[rank % 2]["steps"][first:]
-            for step, other in zip(result["steps"], wanted, strict=True):
-                _assert_same_in_pools(rank, step, other)
-                for key in ("actor/loss", "actor/grad_norm", "training/expert_choices_diff"):
-                    assert step["metrics"][key] == other["metrics"][key], key
-            if rank < 2:
-                _assert_same_weights(result, whole[rank])
-    assert [*(directory / "pools" / "global_step_2").glob("group_pool_experts_*.npz")]
 
 
 def test_groups_that_would_be_too_stale(train: Any, config: Path) -> None:
     settings = [
         *PARTIAL[:2],
         "rollout.max_off_policy_threshold=2",
-        "trainer.total_training_steps=4",
+        "health.patience=1",
     ]
-    settings.append("health.patience=1")
     dropped, waited = (
         train(1, name, *settings, f"rollout.max_off_policy_strategy={name}")[0]["steps"]
         for name in ("drop", "wait")
@@ -411,15 +399,13 @@ def test_a_lower_limit_cuts_kept_responses(
         f"trainer.resume_from_path={start}",
         "data.max_response_length=10",
     ]
-    steps = train(1, "shorter", *PARTIAL[:2], *overrides, "trainer.total_training_steps=4")[0][
-        "steps"
-    ]
+    steps = train(1, "shorter", *PARTIAL[:2], *overrides)[0]["steps"]
     assert {len(tokens) for step in steps for tokens in step["responses"]} <= set(range(1, 11))
 
 
 @pytest.fixture(scope="module")
 def one_step_off(train: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = train(2, "off", *ONE_STEP_OFF, "trainer.save_freq=1")
+    results: list[dict[str, Any]] = train(2, "off", *ONE_STEP_OFF)
     return results
 
 
@@ -446,33 +432,28 @@ def test_one_step_off_trains_on_samples_of_the_weights_before(
     ratios = [weight for step in plain[0]["steps"] for weight in step["is_weights"]]
     assert max(ratios) > 1.01 and min(ratios) < 0.99, "the weights change"
     kept = [step["metrics"][KEPT] for step in one_step_off[0]["steps"]]
-    assert kept == [NEEDED] * (PER_EPOCH - 1) + [0], "the last step samples nothing"
+    assert kept == [NEEDED] * (STEPS - 1) + [0], "the last step samples nothing"
 
 
-def test_one_step_off_in_pools_and_resumed_has_the_same_bits(
-    train: Any, config: Path, one_step_off: list[dict[str, Any]]
+def test_one_step_off_in_pools_has_the_same_bits(
+    train: Any, one_step_off: list[dict[str, Any]]
 ) -> None:
-    pools = ["resource_pools.train=2", "resource_pools.rollout=2"]
-    start = f"trainer.resume_from_path={config.parent / 'off' / 'global_step_3'}"
-    resume = ["trainer.resume_mode=resume_path", start]
-    in_pool = ["ref.pool=rollout"]
-    for name, overrides, first in (("off_pools", in_pool, 0), ("off_resumed", resume, 3)):
-        results = train(4, name, *ONE_STEP_OFF, *pools, *overrides)
-        for rank, result in enumerate(results):
-            wanted = one_step_off[rank % 2]["steps"][first:]
-            for step, other in zip(result["steps"], wanted, strict=True):
-                _assert_same_in_pools(rank, step, other)
-                for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss"):
-                    assert step["metrics"].get(key) == other["metrics"].get(key)
-                if name == "off_pools":
-                    assert step["metrics"]["timing_per_token_ms/ref"] > 0, "of the rollout ranks"
-            if rank < 2:
-                _assert_same_weights(result, one_step_off[rank])
+    pools = ["resource_pools.train=2", "resource_pools.rollout=2", "ref.pool=rollout"]
+    results = train(4, "off_pools", *ONE_STEP_OFF, *pools)
+    for rank, result in enumerate(results):
+        wanted = one_step_off[rank % 2]["steps"]
+        for step, other in zip(result["steps"], wanted, strict=True):
+            _assert_same_in_pools(rank, step, other)
+            for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss"):
+                assert step["metrics"].get(key) == other["metrics"].get(key)
+            assert step["metrics"]["timing_per_token_ms/ref"] > 0, "of the rollout ranks"
+        if rank < 2:
+            _assert_same_weights(result, one_step_off[rank])
 
 
 @pytest.fixture(scope="module")
 def partial_ahead(train: Any) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = train(2, "partial_off", *PARTIAL, ONE_STEP_OFF[0])
+    results: list[dict[str, Any]] = train(2, "partial_off", *PARTIAL, *AHEAD)
     return results
 
 
@@ -506,15 +487,16 @@ def test_ages_one_step_ahead_are_those_of_the_journal(
 def test_partial_rollout_one_step_ahead_in_pools_resumed_and_replayed(
     train: Any, config: Path, partial_ahead: list[dict[str, Any]]
 ) -> None:
-    settings = [*PARTIAL[:2], ONE_STEP_OFF[0]]
+    settings = [*PARTIAL[:2], *AHEAD]
     directory = config.parent / "partial_off"
     pools = ["resource_pools.train=2", "resource_pools.rollout=2"]
     start = f"trainer.resume_from_path={directory / 'global_step_3'}"
-    results = train(4, "partial_off_pools", *settings, *pools)
-    resumed = train(2, "partial_off_resumed", *settings, "trainer.resume_mode=resume_path", start)
-    for run, first in ((results, 0), (resumed, 3)):
+    resume = ["trainer.resume_mode=resume_path", start]
+    in_pools = train(4, "partial_off_pools", *settings, *pools, *resume)
+    resumed = train(2, "partial_off_resumed", *settings, *resume)
+    for run in (in_pools, resumed):
         for rank, result in enumerate(run):
-            wanted = partial_ahead[rank % 2]["steps"][first:]
+            wanted = partial_ahead[rank % 2]["steps"][3:]
             for step, other in zip(result["steps"], wanted, strict=True):
                 _assert_same_in_pools(rank, step, other)
                 for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", KEPT):
@@ -526,7 +508,7 @@ def test_partial_rollout_one_step_ahead_in_pools_resumed_and_replayed(
         assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
 
 
-def test_filtered_and_greedy_one_step_ahead_in_pools_and_resumed(train: Any, config: Path) -> None:
+def test_filtered_and_greedy_one_step_ahead_resumed_in_pools(train: Any, config: Path) -> None:
     """Check that algorithm.filter_groups takes the batch of the step before first, and then
     samples what it lacks with the present weights; and the greedy responses of remax, which are of
     the present weights after a resume too. A reward model, of the rollout pool, scores them all."""
@@ -540,24 +522,23 @@ def test_filtered_and_greedy_one_step_ahead_in_pools_and_resumed(train: Any, con
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.metric=score",
         f"custom_reward_function.path={config.parent / 'parity.py'}",
-        "trainer.total_training_steps=4",
     ]
     whole = train(2, "filtered_off", *settings, "data.gen_batch_size=6", "trainer.save_freq=1")
     pools = ["resource_pools.train=2", "resource_pools.rollout=2", "data.gen_batch_size=6"]
     pools.append("reward_model.pool=rollout")
     start = f"trainer.resume_from_path={config.parent / 'filtered_off' / 'global_step_2'}"
-    resume = ["trainer.resume_mode=resume_path", start]
-    for name, overrides, first in (("filtered_pools", [], 0), ("filtered_again", resume, 2)):
-        results = train(4, name, *settings, *pools, *overrides)
-        for rank, result in enumerate(results):
-            wanted = whole[rank % 2]["steps"][first:]
-            for step, other in zip(result["steps"], wanted, strict=True):
-                for key in ("prompts", "responses", "ages", "scores", "greedy_scores"):
-                    assert step[key] == other[key], key
-                for key in ("actor/loss", "actor/grad_norm", "train/num_gen_batches", KEPT):
-                    assert step["metrics"].get(key) == other["metrics"].get(key)
-            if rank < 2:
-                _assert_same_weights(result, whole[rank])
+    results = train(
+        4, "filtered_pools", *settings, *pools, "trainer.resume_mode=resume_path", start
+    )
+    for rank, result in enumerate(results):
+        wanted = whole[rank % 2]["steps"][2:]
+        for step, other in zip(result["steps"], wanted, strict=True):
+            for key in ("prompts", "responses", "ages", "scores", "greedy_scores"):
+                assert step[key] == other[key], key
+            for key in ("actor/loss", "actor/grad_norm", "train/num_gen_batches", KEPT):
+                assert step["metrics"].get(key) == other["metrics"].get(key)
+        if rank < 2:
+            _assert_same_weights(result, whole[rank])
     ages = [{*step["ages"]} for step in whole[0]["steps"]]
     assert ages[0] == {0} and all(1 in of_step for of_step in ages[1:])
     assert any(of_step == {0, 1} for of_step in ages[1:]), "some steps lack groups"
@@ -568,7 +549,7 @@ def test_filtered_and_greedy_one_step_ahead_in_pools_and_resumed(train: Any, con
 
 def test_tail_batching_one_step_ahead_trains_on_each_prompt_once(train: Any) -> None:
     settings = [*ONE_STEP_OFF, "rollout.tail_batching=true", "rollout.prompts_in_flight=8"]
-    steps = train(2, "tail_off", *settings)[0]["steps"]
+    steps = train(1, "tail_off", *settings, WHOLE_EPOCH)[0]["steps"]
     assert max(Counter(prompt for step in steps for prompt, _ in _pairs(step)).values()) == N
     assert [{*step["ages"]} for step in steps] == [{0}] + [{1}] * (PER_EPOCH - 1)
 
@@ -613,17 +594,12 @@ def test_pools_of_ranks_train_on_the_same_tokens(train: Any, partial: list[dict[
         _assert_same_weights(result, partial[rank] if rank < 2 else {"last": []})
 
 
-@pytest.mark.parametrize("world", [1, 4])
 def test_another_layout_replays_the_run(
-    train: Any, config: Path, partial: list[dict[str, Any]], world: int
+    train: Any, config: Path, partial: list[dict[str, Any]]
 ) -> None:
     replay = [*PARTIAL[:2], f"trainer.replay={config.parent / 'partial'}"]
-    tp = (
-        []
-        if world == 1
-        else ["actor.megatron.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
-    )
-    steps = train(world, f"replay_{world}", *replay, *tp)[0]["steps"]
+    tp = ["actor.megatron.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
+    steps = train(4, "replay", *replay, *tp)[0]["steps"]
     for step, other in zip(steps, partial[0]["steps"], strict=True):
         assert all(step[key] == other[key] for key in ("prompts", "responses", "ages"))
         assert step["rollout_log_probs"] == pytest.approx(other["rollout_log_probs"], abs=1e-3)
@@ -753,7 +729,7 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_that_end(train: Any, co
     """Check too a resume bit for bit, and a replay in another layout."""
     (config.parent / "parity.py").write_text(REWARD)
     settings = [*FILTERED, f"custom_reward_function.path={config.parent / 'parity.py'}"]
-    first, second = train(2, "filtered", *settings, "trainer.total_training_steps=4")
+    first, second = train(2, "filtered", *settings)
     assert [_decisions(step) for step in first["steps"]] == [
         _decisions(step) for step in second["steps"]
     ]
@@ -774,19 +750,10 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_that_end(train: Any, co
     assert max(step["metrics"]["train/dropped_groups_ratio"] for step in first["steps"]) > 0
     assert max(max(step["ages"]) for step in first["steps"]) > 0
     start = config.parent / "filtered" / "global_step_2"
-    resume = [
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={start}",
-        "trainer.total_training_steps=4",
-    ]
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
     resumed = train(2, "filtered_resumed", *settings, *resume)[0]
-    replayed = train(
-        1,
-        "filtered_replayed",
-        *settings,
-        f"trainer.replay={config.parent / 'filtered'}",
-        "trainer.total_training_steps=4",
-    )[0]
+    replay = f"trainer.replay={config.parent / 'filtered'}"
+    replayed = train(1, "filtered_replayed", *settings, replay)[0]
     for step, other in zip(resumed["steps"], first["steps"][2:], strict=True):
         assert _decisions(step) == _decisions(other)
     for step, other in zip(replayed["steps"], first["steps"], strict=True):
