@@ -266,7 +266,9 @@ def gathered_parameters(checkpoint: str, patched: bool) -> int:
     unpatched = replaced(distributed_optimizer, "gather_parameters_once", lambda optimizer: None)
     with contextlib.nullcontext() if patched else unpatched:
         mesh = {"ep": dist.get_world_size()}
-        counts = recorded(checkpoint, "actor", mesh, 1, trains=True, use_distributed_optimizer=True)
+        (counts,) = recorded(
+            checkpoint, "actor", mesh, 1, trains=[True], use_distributed_optimizer=True
+        )
     return counts["all_gather", tuple(range(dist.get_world_size()))][0]
 
 

@@ -106,11 +106,12 @@ def recorded(
     role: Role,
     mesh: dict[str, int],
     micro_batches: int,
-    trains: bool,
+    trains: Sequence[bool],
     **megatron: Any,
-) -> Counts:
-    """Return the collectives of an optimizer step, or of a pass without gradients, on this rank.
-    Each replica has `micro_batches` micro-batches of one sequence."""
+) -> list[Counts]:
+    """Return the collectives of passes of one engine on this rank: of an optimizer step where
+    `trains` has True, of a pass without gradients where it has False. Each replica has
+    `micro_batches` micro-batches of one sequence."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, role, groups, **megatron)
         replicas = groups.mesh.dp
@@ -118,12 +119,7 @@ def recorded(
             250, [PROMPT] * micro_batches * replicas, [RESPONSE] * micro_batches * replicas
         )
         plan = [[start] for start in range(groups.coordinate.dp, batch.num_sequences, replicas)]
-        if not trains:
-            head = log_prob_head(engine.shape.vocab_size, 1.0) if role == "actor" else value_head
-            with Recorder() as recorder:
-                engine.score(batch, plan, head)
-            return recorder.counts()
-        engine.make_trainable(OptimConfig(), 1)
+        head = log_prob_head(engine.shape.vocab_size, 1.0) if role == "actor" else value_head
         zeros = batch.rollout_log_probs
         batch = replace(
             batch,
@@ -133,9 +129,17 @@ def recorded(
             values=zeros,
             returns=zeros + 1,
         )
-        with Recorder() as recorder:
-            engine.train_step(batch, plan, objective(engine, batch, "token-mean"))
-        return recorder.counts()
+        counts = []
+        for is_step in trains:
+            if is_step:
+                engine.make_trainable(OptimConfig(), 1)
+            with Recorder() as recorder:
+                if is_step:
+                    engine.train_step(batch, plan, objective(engine, batch, "token-mean"))
+                else:
+                    engine.score(batch, plan, head)
+            counts.append(recorder.counts())
+        return counts
 
 
 def saved(
