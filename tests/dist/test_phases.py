@@ -12,29 +12,18 @@ from tiny import make_reward_model, make_workspace, write_config
 
 
 def test_actor_is_unchanged_during_critic_warmup(pool: Any, tmp_path: Path) -> None:
-    make_workspace(tmp_path, num_hidden_layers=2)
-    result = cases.run_two_steps(
-        pool(1), write_config(tmp_path), (1, 1, 1), tmp_path / "out", ["trainer.critic_warmup=1"]
-    )[0]
-    first, second = result["steps"]
-    assert "actor/loss" not in first and "actor/loss" in second
+    config = write_config(make_workspace(tmp_path, num_hidden_layers=2))
+    settings = ["trainer.critic_warmup=2"]
+    first, second = cases.run_two_steps(pool(1), config, (1, 1, 1), tmp_path / "out", settings)[0][
+        "steps"
+    ]
+    assert "actor/loss" not in first.keys() | second.keys()
     assert (
         first["critic/grad_norm"] > 0
         and second["critic/values/mean"] != first["critic/values/mean"]
     )
-    result = cases.run_two_steps(
-        pool(1),
-        tmp_path / "config.yaml",
-        (1, 1, 1),
-        tmp_path / "during_warmup",
-        ["trainer.critic_warmup=2"],
-    )[0]
-    start, during_warmup = (
-        cases.exported_weights(str(tmp_path / name)) for name in ("model", "during_warmup")
-    )
-    moved = cases.exported_weights(str(tmp_path / "out"))
-    assert all(torch.equal(start[name], during_warmup[name]) for name in start)
-    assert any(not torch.equal(start[name], moved[name]) for name in start)
+    start, out = (cases.exported_weights(str(tmp_path / name)) for name in ("model", "out"))
+    assert all(torch.equal(start[name], out[name]) for name in start)
 
 
 def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path) -> None:
