@@ -108,36 +108,6 @@ def test_settings_that_do_not_fit_data_or_files(
             ["heads is 3"],
         ),
         (
-            {"num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 96},
-            {"rollout": {"tensor_model_parallel_size": 2}},
-            ["tensor_model_parallel_size 2", "vLLM", "num_key_value_heads is 3", "(rollout: TP 2)"],
-        ),
-        (
-            {},
-            {
-                "actor": {
-                    "megatron": {
-                        "pipeline_model_parallel_size": 2,
-                        "num_layers_in_first_pipeline_stage": 4,
-                    }
-                }
-            },
-            [
-                "num_layers_in_first_pipeline_stage 4",
-                "leave 0 of the model's 4 layers for the other 1 of 2 stages",
-            ],
-        ),
-        (
-            {"num_hidden_layers": 3},
-            {"critic": layout(pp=2)},
-            [
-                "critic.megatron.pipeline_model_parallel_size: 2",
-                "3 layers",
-                "1, 3",
-                "(critic.megatron: TP 1 x PP 2)",
-            ],
-        ),
-        (
             {"num_attention_heads": 6, "num_kv_heads": 3, "hidden_size": 192},
             {"ref": layout(tp=2)},
             [
@@ -146,21 +116,12 @@ def test_settings_that_do_not_fit_data_or_files(
                 "(ref.megatron: TP 2 x PP 1)",
             ],
         ),
-        (
-            {"num_hidden_layers": 3},
-            {"actor": layout(pp=2)},
-            ["pipeline_model_parallel_size: 2", "3 layers", "1, 3"],
-        ),
-        ({"hidden_size": 64}, {}, ["head dimension 16", "vLLM", "32"]),
+        ({"hidden_size": 64}, {}, ["head dimension 16", "vLLM", "32", "(rollout: TP 1)"]),
     ],
     ids=[
         "kv-heads-by-tp",
         "heads-by-tp",
-        "heads-by-rollout-tp",
-        "no-layers-left",
-        "critic-layers-by-pp",
         "ref-kv-heads-by-tp",
-        "layers-by-pp",
         "head-dim-16",
     ],
 )

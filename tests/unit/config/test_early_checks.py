@@ -347,9 +347,12 @@ def test_pools_cover_the_run(directory: Path) -> None:
     [
         (["actor.megatron.pipeline_model_parallel_size=2",
           "actor.megatron.num_layers_in_first_pipeline_stage=4"],
-         "actor.megatron.num_layers_in_first_pipeline_stage 4"),
+         "actor.megatron.num_layers_in_first_pipeline_stage 4 and "
+         "num_layers_in_last_pipeline_stage None leave 0 of the model's 4 layers for the other 1 "
+         "of 2 stages"),
         (["critic.megatron.pipeline_model_parallel_size=3"],
-         "critic.megatron.pipeline_model_parallel_size: 3 does not divide the model's 4 layers"),
+         "critic.megatron.pipeline_model_parallel_size: 3 does not divide the model's 4 layers; "
+         "what divides them: 1, 2, 4"),
         (["actor.megatron.context_parallel_size=3", "actor.megatron.cp_comm_type=a2a"],
          "actor.megatron.cp_comm_type is 'a2a'; it needs KV heads that context_parallel_size 3 "
          "divides, and a tensor-parallel rank has 2 of the model's 2: set it to p2p (model.path)"),
@@ -420,9 +423,10 @@ def test_experts_are_replayed_by_default(directory: Path) -> None:
 def test_rollout_tp_must_divide_the_heads(directory: Path) -> None:
     _edit(directory, num_attention_heads=3, num_key_value_heads=3, hidden_size=96)
     message = error_of(directory, "rollout.tensor_model_parallel_size=2")
-    assert message.startswith("rollout.tensor_model_parallel_size 2 (vLLM)") and message.endswith(
-        "(model.path)"
+    assert message.startswith(
+        "rollout.tensor_model_parallel_size 2 (vLLM): num_key_value_heads is 3"
     )
+    assert message.endswith("(model.path)")
 
 
 @pytest.mark.parametrize(
