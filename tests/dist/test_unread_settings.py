@@ -85,8 +85,8 @@ def test_what_is_not_read_changes_no_number(pool: Any, tmp_path: Path) -> None:
     once = {"ppo_epochs": 1, "ppo_mini_batch_size": 8, "optim": {"lr": 0.0}}
     config = write_config(
         tmp_path,
-        actor=once,
-        critic={"optim": {"lr": 0.0}},
+        actor={**once, "ppo_max_token_len_per_gpu": 512},
+        critic={"optim": {"lr": 0.0}, "ppo_max_token_len_per_gpu": 512},
         algorithm={"kl_ctrl": {"type": "fixed"}},
     )
     keys = [
