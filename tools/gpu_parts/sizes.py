@@ -204,6 +204,8 @@ class Sizes(NamedTuple):
         "response": 64,
     }
     """Keys as in `runs`: the PPO steps in every kind of layout."""
+    layout_names: tuple[str, ...] | None = None
+    """The kinds of layout that several ranks take; None: all."""
     experts: dict[str, dict[str, Any]] = {
         "qwen3_moe": {"head_dim": 128, "num_experts": 16, "moe_intermediate_size": 256},
         "gpt_oss": {"tied": False, "head_dim": 64, "num_local_experts": 16},
@@ -225,6 +227,7 @@ SMALL = Sizes(
     },
     experts={"qwen3_moe": {}},
     layouts={"family": "qwen3_moe", "model": {}, "prompts": 4, "response": 8},
+    layout_names=("tp2", "roles"),
     prompt_lens=(3, 9, 5, 4, 4, 14, 2),
     response_lens=(6, 1, 11, 5, 5, 16, 8),
     head_tokens=48,
