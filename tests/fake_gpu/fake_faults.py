@@ -1,4 +1,4 @@
-"""Faults that the tests plant in rlhf_mc, each a context: fault(rank)."""
+"""Faults that the tests plant in rlhf_mc, each a context."""
 
 from __future__ import annotations
 
@@ -28,34 +28,33 @@ def _replaced_head(change: Callable[[torch.Tensor], None]) -> AbstractContextMan
     return mock.patch.object(pipeline, "states_at", states_at)
 
 
-def integer_dot(rank: int) -> AbstractContextManager[Any]:
+def integer_dot() -> AbstractContextManager[Any]:
     """Compute torch.dot of int64 vectors, for which CUDA has no kernel."""
     return _replaced_head(lambda states: torch.dot(*2 * [states.new_ones(4, dtype=torch.int64)]))
 
 
-def cpu_index(rank: int) -> AbstractContextManager[Any]:
+def cpu_index() -> AbstractContextManager[Any]:
     """Index a CUDA tensor by one of the CPU: torch.index_select raises on a GPU."""
     return _replaced_head(lambda states: states.index_select(0, torch.tensor([0])))
 
 
-def read_in_micro_batch(rank: int) -> AbstractContextManager[Any]:
+def read_in_micro_batch() -> AbstractContextManager[Any]:
     """Read a number in each micro-batch."""
     return _replaced_head(lambda states: states.sum().item())
 
 
-def pageable_copy(rank: int) -> AbstractContextManager[Any]:
+def pageable_copy() -> AbstractContextManager[Any]:
     """Copy a vector from pageable memory in each micro-batch."""
     return _replaced_head(lambda states: torch.arange(4).to("cuda:0", non_blocking=True))
 
 
 @contextlib.contextmanager
-def missing_collective(rank: int) -> Iterator[None]:
-    """Leave out a reduction on rank 0."""
+def additional_collective() -> Iterator[None]:
+    """Add a reduction, which the other ranks do not call."""
     original = fake_steps.with_targets
 
     def reduce_besides(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
-        if rank:
-            dist.all_reduce(torch.zeros(1, device="cuda:0"))
+        dist.all_reduce(torch.zeros(1, device="cuda:0"))
         return original(batch, scores)
 
     with mock.patch.object(fake_steps, "with_targets", reduce_besides):

@@ -65,8 +65,8 @@ def run(case: Case, rank: int) -> Report:
         _write_checkpoint(case, directory / "model")
         stack.enter_context(simulated_rank(rank, case.world))
         stack.enter_context(simulation())
-        if case.fault:
-            stack.enter_context(getattr(fake_faults, case.fault)(rank))
+        for fault in case.faults:
+            stack.enter_context(getattr(fake_faults, fault)())
         stack.enter_context(gpu)
         _step(case, gpu, directory)
         gpu.phase = "end"
@@ -175,7 +175,7 @@ def _step(case: Case, gpu: FakeCuda, directory: Path) -> None:
     scores = sum_over_ranks(scores)
     if case.role != "reward_model":
         batch = with_targets(batch, scores)
-        _train(gpu, engine, batch, micro_batches)
+        _train(case.steps, gpu, engine, batch, micro_batches)
         _checkpoint(gpu, engine, directory)
         if case.shards or case.world == 1:
             _step_after_load(gpu, engine, batch, micro_batches)
@@ -215,7 +215,11 @@ def with_targets(batch: RaggedBatch, scores: torch.Tensor) -> RaggedBatch:
 
 
 def _train(
-    gpu: FakeCuda, engine: ModelEngine, batch: RaggedBatch, micro_batches: list[Shared]
+    num_steps: int,
+    gpu: FakeCuda,
+    engine: ModelEngine,
+    batch: RaggedBatch,
+    micro_batches: list[Shared],
 ) -> None:
     gpu.phase = "objective"
     loss = objective(engine, batch, "token-mean")
@@ -228,7 +232,7 @@ def _train(
         return sums
 
     with mock.patch.object(engine, "_compute_gradient", gradient):
-        steps = [engine.train_step(batch, micro_batches, loss) for _ in range(2)]
+        steps = [engine.train_step(batch, micro_batches, loss) for _ in range(num_steps)]
     gpu.phase = "statistics"
     assert not any(row["skipped"] for row in engine.statistics(steps))
     engine.end_of_ppo_step()

@@ -75,8 +75,8 @@ def test_no_layer_compares_offsets_of_sequences(report: Run, name: str, rank: in
 
 
 def test_a_layer_of_experts_waits_for_its_numbers_of_tokens(report: Run) -> None:
-    passes = {"score": 1, "gradient": 2}  # over two micro-batches each
     for name, selections in {"experts": 2, "experts, Transformer Engine": 0}.items():
+        passes = {"score": 1, "gradient": ALL[name].steps}  # over two micro-batches each
         for what, times in {"Event.synchronize": 1, "masked_select": selections}.items():
             for phase, count in passes.items():
                 wait = (phase, what, "models/gpt_model.py:PackedGPT.forward")
@@ -91,13 +91,8 @@ def test_an_optimizer_step_of_transformer_engine_waits_once(report: Run, name: s
             for key, times in report(name, rank).waits.items()
             if key[0] == "optimizer_step"
         }
-        # Of two steps. Without the distributed optimizer the experts' gradient has a norm of its
-        # own.
-        norms = 2 if name.startswith("experts, stages") else 1
-        assert waits == {
-            ("item", "models/strategies/distributed_optimizer.py:MegatronStrategy.grad_norm"): 2
-            * norms
-        }
+        norm = ("item", "models/strategies/distributed_optimizer.py:MegatronStrategy.grad_norm")
+        assert waits == {norm: TE_CASES[name].steps}
 
 
 def test_all_waits_and_copies_from_pageable_memory_are_known(report: Run) -> None:
@@ -136,9 +131,9 @@ def test_the_page_says_what_is_not_shown() -> None:
 
 @pytest.fixture(scope="module")
 def faulty(on_fake_gpu: Callable[..., Any]) -> Callable[..., Report]:
-    """Return faulty(fault, case, rank): the report of a case with a fault."""
-    return lambda fault, name, rank=0: on_fake_gpu(
-        "fake_steps", "run", replace(CASES[name], fault=fault), rank
+    """Return faulty(case, rank, *faults): the report of a case with faults."""
+    return lambda name, rank, *faults: on_fake_gpu(
+        "fake_steps", "run", replace(CASES[name], faults=faults), rank
     )
 
 
@@ -147,29 +142,24 @@ def test_a_cpu_index_is_found(faulty: Callable[..., Report]) -> None:
         RuntimeError,
         match=r"index_select.*at models/pipeline\.py.*tensors of the CPU and of",
     ):
-        faulty("cpu_index", "llama")
+        faulty("llama", 0, "cpu_index")
 
 
-def test_an_integer_dot_is_found(
+def test_a_dot_a_read_and_a_copy_are_found(
     faulty: Callable[..., Report], cuda_types: dict[str, frozenset[str]]
 ) -> None:
-    unsupported, _ = without_kernel(faulty("integer_dot", "llama").operators, cuda_types)
+    """Check that operators, waits and copies each have the fault of their own."""
+    found = faulty("llama", 0, "integer_dot", "read_in_micro_batch", "pageable_copy")
+    unsupported, _ = without_kernel(found.operators, cuda_types)
     assert unsupported == ["aten.dot.default of ('int64', 'int64')"]
-
-
-def test_a_read_in_a_micro_batch_is_found(faulty: Callable[..., Report]) -> None:
-    assert {what for _, what, _ in waits_of_passes(faulty("read_in_micro_batch", "llama"))} == {
-        "item"
-    }
-
-
-def test_a_pageable_copy_is_found(faulty: Callable[..., Report]) -> None:
-    copies = faulty("pageable_copy", "llama").pageable.keys() - PAGEABLE_COPIES.keys()
+    assert {what for _, what, _ in waits_of_passes(found)} == {"item"}
+    copies = found.pageable.keys() - PAGEABLE_COPIES.keys()
     assert {phase for phase, _ in copies} == set(PASSES)
 
 
-def test_a_missing_collective_is_found(faulty: Callable[..., Report]) -> None:
-    ranks = {rank: faulty("missing_collective", "gemma", rank).collectives for rank in (0, 1)}
+def test_an_additional_collective_is_found(report: Run, faulty: Callable[..., Report]) -> None:
+    other = faulty("gemma", 1, "additional_collective")
+    ranks = {0: report("gemma", 0).collectives, 1: other.collectives}
     assert len(mismatches(ranks)) == 1
 
 

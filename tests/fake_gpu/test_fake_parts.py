@@ -19,6 +19,7 @@ NOT_EXECUTED = {
         ("models_float32", "models_bfloat16", "models_te", "models_te_float32"),
         "a move to a fake device separates the tied weights of transformers' model",
     ),
+    "deterministic": "it is `resume`, whose bits no fake device compares",
     "synchronisations": "torch's profiler needs CUPTI",
     "profile": "the same, and the allocator's history",
     "quickstart": "vLLM",
