@@ -36,39 +36,26 @@ def run_dir(quickstart_overrides: list[str], tmp_path_factory: pytest.TempPathFa
     return out
 
 
-def test_printed_config_starts(quickstart_overrides: list[str], tmp_path: Path) -> None:
-    """Run one step with what --print-config prints."""
-    changes = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=1"]
-    given = ["configs/quickstart.yaml", *quickstart_overrides, *changes, "--print-config"]
-    printed = subprocess.run(
-        [sys.executable, "-m", "rlhf_mc", *given],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=True,
-    ).stdout
-    (tmp_path / "printed.yaml").write_text(printed)
-    done = forked.run(["-m", "rlhf_mc", f"{tmp_path}/printed.yaml"])
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads((tmp_path / "run" / "success.json").read_text())["step"] == 1
-
-
 def test_pools_have_the_bits_of_a_rank_that_trains_and_generates(
     quickstart_overrides: list[str], tmp_path: Path
 ) -> None:
     """Run two steps with a training rank and a rollout rank, from a Megatron checkpoint, and on one
-    rank: metrics and exported weights are equal to the last bit."""
+    rank with what --print-config prints: metrics and exported weights are equal to the last bit."""
+    config = str(ROOT / "configs/quickstart.yaml")
+    given = ["-m", "rlhf_mc", config, *quickstart_overrides, "trainer.total_training_steps=2"]
+    one = f"trainer.default_local_dir={tmp_path / 'one'}"
+    printed = forked.run([*given, one, "--print-config"])
+    (tmp_path / "printed.yaml").write_text(printed.stdout)
+    in_pools = ["resource_pools.train=1", "resource_pools.rollout=1"]
+    in_pools.append(f"trainer.default_local_dir={tmp_path / 'pools'}")
     found = []
-    for name, pools in (
-        ("one", []),
-        ("pools", ["resource_pools.train=1", "resource_pools.rollout=1"]),
+    for name, done in (
+        ("one", forked.run(["-m", "rlhf_mc", f"{tmp_path}/printed.yaml"])),
+        ("pools", forked.run_ranks(2, [*given, *in_pools])),
     ):
-        out = tmp_path / name
-        given = [str(ROOT / "configs/quickstart.yaml"), *quickstart_overrides, *pools]
-        given += [f"trainer.default_local_dir={out}", "trainer.total_training_steps=2"]
-        done = forked.run_ranks(1 + len(pools) // 2, ["-m", "rlhf_mc", *given])
         assert done.returncode == 0, done.stderr[-4000:]
+        out = tmp_path / name
+        assert json.loads((out / "success.json").read_text())["step"] == 2
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         varying = (*VARIES, "reshard/", "memory/")
         metrics = [{k: v for k, v in row.items() if not k.startswith(varying)} for row in rows]
@@ -107,6 +94,7 @@ def test_a_student_learns_from_the_trained_model_alone(
     loss = "distillation.distillation_loss"
     given = [str(ROOT / "configs/quickstart.yaml"), *quickstart_overrides, *start]
     given += [f"trainer.default_local_dir={tmp_path}", f"trainer.total_training_steps={steps}"]
+    given.append(f"trainer.test_freq={steps}")
     given += ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=false"]
     given += ["distillation.enabled=true", f"{loss}.loss_mode={mode}"]
     given += [f"distillation.teacher_models.t.model_path={run_dir / 'hf'}"]
@@ -166,16 +154,19 @@ def test_transformers_loads_the_trained_actor_and_gets_the_same_accuracy(
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
     val = pq.read_table(quickstart_made / "val.parquet").to_pylist()
-    right = 0
-    for row in val:
-        text = tokenizer.apply_chat_template(
-            row["prompt"], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
-        )
-        answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        right += answer == row["reward_model"]["ground_truth"]
+    texts = [
+        tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        for row in val
+    ]
+    # All prompts have the same number of tokens.
+    ids = tokenizer(texts, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
+    )
+    answers = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    right = sum(
+        answer == row["reward_model"]["ground_truth"]
+        for answer, row in zip(answers, val, strict=True)
+    )
     last = [row[ACCURACY] for row in rows if ACCURACY in row][-1]
     assert right / len(val) == pytest.approx(last, abs=1.5 / len(val))
