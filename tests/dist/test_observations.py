@@ -352,8 +352,8 @@ def test_another_layout_replays_conversations(train: Any, config: Path, partial:
 
 def test_an_agents_run_is_repeated(train: Any, config: Path) -> None:
     """Check an agent that speaks to the endpoint, rewrites its history and asks beside it: a
-    partial run that is resumed runs no agent and has the same bits; agents of a run that was killed
-    run again for the rest. The run ends where log-probs of a context are not those
+    replay, and a partial run that is resumed, run no agent and have the same bits; agents of a run
+    that was killed run again for the rest. The run ends where log-probs of a context are not those
     of the engine."""
     agent = [
         "rollout.environment.name=openai",
@@ -369,6 +369,10 @@ def test_an_agents_run_is_repeated(train: Any, config: Path) -> None:
     assert any(values["reward_extra/arithmetic/turns"] > 0 for values in metrics)
     journal = (config.parent / "agent" / "observations").glob("*.jsonl")
     assert sum(len(re.findall('"is_context": ?true', file.read_text())) for file in journal) > 10
+    replay = f"trainer.replay={config.parent / 'agent'}"
+    replayed, num_again = train("agent_replayed", *TAIL, *agent, replay)
+    assert num_again == 0
+    _assert_same(replayed, steps)
     directory = _copied(config, "agent", "agent_killed", 1)
     for path in (directory / "observations").glob("step_000003_*.jsonl"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

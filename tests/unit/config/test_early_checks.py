@@ -317,7 +317,7 @@ def test_pools_that_cannot_be(directory: Path, overrides: str, words: str) -> No
               ("actor", "", ""),
               ("ref", "", ""),
               ("actor", "teacher_models.t.megatron.param_offload=true",
-               "t.megatron.param_offload is True; the teacher has the actor's layout: remove it"),
+               "t.megatron.param_offload is True; the teacher has the layout of actor: remove it"),
               ("ref", "teacher_models.t.pool=rollout", "t.pool is rollout; the teacher has"),
               ("ref", "ref.pool=rollout", "t.source is ref and ref.pool is rollout; the teacher"),
           )),

@@ -77,7 +77,10 @@ REFUSED = [
     ({"messages": []}, "length >= 1"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "which an answer cannot continue"),
     ({"thinking": {"type": "adaptive"}}, "it would change the policy that is trained"),
-    ({"temperature": 0.5}, "temperature is 0.5, and that of the run 1: it would change the policy"),
+    (
+        {"temperature": 0.5},
+        "temperature is 0.5, and that of the run 1.0: it would change the policy",
+    ),
     ({"top_k": 5}, "top_k is 5, and that of the run -1"),
     ({"stop_sequences": ["x"]}, "stop_sequences is ['x']; only [] is supported"),
     ({"tool_choice": {"type": "any"}}, "tool_choice is 'any'; only 'auto' or 'none'"),
