@@ -39,6 +39,7 @@ from rlhf_mc.reshard.execute import aliased_views, execute
 from rlhf_mc.reshard.layout import Layout, logical_shapes
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.shared_memory import host_transport
 from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
@@ -79,7 +80,7 @@ COLUMNS = (
     "(a) / ours",
     "(b) memcpy, s",
     "ours / (b)",
-    "peak extra, buckets",
+    "peak extra, buckets: shared memory, sockets",
     "verify, s",
 )
 
@@ -286,7 +287,8 @@ def measure(
     moved = part.received_bytes + part.copied_bytes
     here, there = (torch.zeros(max(1, moved), dtype=torch.uint8) for _ in range(2))
     assert dist.group.WORLD is not None
-    transport = PointToPoint(dist.group.WORLD)
+    transport = host_transport(part.outbox_bytes, dist.group.WORLD)
+    sockets = PointToPoint(dist.group.WORLD)
     ways: dict[str, Callable[[], Any]] = {
         "ours": lambda: execute(part, params, target, transport),
         "gather": gatherer.update,
@@ -300,7 +302,8 @@ def measure(
             if repeat:
                 seconds[name].append(elapsed)
     bucket = BUCKET_MB << 20
-    peak = largest(high_water_mark(ways["ours"]) / bucket)
+    peak = largest((high_water_mark(ways["ours"]) + part.outbox_bytes) / bucket)
+    by_sockets = largest(high_water_mark(lambda: execute(part, params, target, sockets)) / bucket)
     ours, gather, memcpy, check = (statistics.median(seconds[name]) for name in ways)
     bound = [lower_bound(shape, mesh, groups, r) for r in range(world)]
     is_minimal = list(plan.received_bytes) == bound
@@ -324,7 +327,7 @@ def measure(
         f"{gather / ours:.1f}",
         f"{memcpy:.3f}" if largest(moved) else "-",
         f"{ours / memcpy:.1f}" if largest(moved) else "-",
-        f"{peak:.2f}",
+        f"{peak:.2f}, {by_sockets:.2f}",
         f"{check:.3f}",
     ]
 

@@ -19,7 +19,7 @@ import torch
 from rlhf_mc import platform
 from rlhf_mc.reshard.layout import Half, Stack
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
-from rlhf_mc.reshard.transport import Messages, PointToPoint
+from rlhf_mc.reshard.transport import Messages, Transport
 from rlhf_mc.runtime.work import counted
 
 _READ_BYTES = 64 << 20
@@ -248,7 +248,7 @@ class BoundPlan:
         return replace(self, copies=tuple(self.copies), buckets=tuple(self.buckets))
 
     @torch.no_grad()
-    def execute(self, transport: PointToPoint | None) -> None:
+    def execute(self, transport: Transport | None) -> None:
         """Fill the target. Collective. Without a transport the plan must keep all transfers within
         this process. The transport's buffers are the extra memory: one bucket of sends and one of
         receives at most."""
@@ -268,6 +268,7 @@ class BoundPlan:
                 incoming = transport.exchange(buffers, outgoing, bucket.sizes)
             with platform.named_range("unpack_messages"):
                 bucket.unpack(incoming)
+            transport.release()
 
 
 def bind(
@@ -298,7 +299,7 @@ def execute(
     plan: RankPlan,
     source: Mapping[str, Any],
     target: Mapping[str, torch.Tensor],
-    transport: PointToPoint | None,
+    transport: Transport | None,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
     """Fill `target` (in place) from the ranks' `source` once, as `bind` and BoundPlan.execute say.

@@ -1,10 +1,15 @@
-"""The messages of a bucket between ranks: point-to-point messages of torch.distributed. execute.py
-packs and unpacks them."""
+"""Transports: how the messages of a bucket travel between ranks. execute.py packs and unpacks the
+messages.
+
+Here are the interface and point-to-point messages of torch.distributed. Shared memory is in
+shared_memory.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +31,26 @@ class Buffers:
     """Vector that the network writes the messages of one bucket into."""
 
 
+class Transport(Protocol):
+    """Carries messages between the ranks of a group. Every rank calls `buffers` once per update,
+    and `exchange` and `release` once per bucket, with messages or without."""
+
+    def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
+        """Return buffers that are large enough for every bucket of the plan."""
+        ...
+
+    def exchange(
+        self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        """Send the messages of one bucket, views of the outbox, and return the received ones by
+        sender. sizes: the number of elements of the message from each sender."""
+        ...
+
+    def release(self) -> None:
+        """Allow the senders to overwrite the messages that `exchange` returned."""
+        ...
+
+
 class PointToPoint:
     """Point-to-point messages of a process group: gloo or NCCL.
 
@@ -36,24 +61,35 @@ class PointToPoint:
         self._group = group
 
     def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
-        """Return buffers for every bucket of the plan, in the memory that the backend sends
-        from."""
+        """Return buffers in the memory that the backend sends from."""
         assert dist.get_rank(self._group) == plan.rank
-        device = message_device(self._group)
-        outbox = torch.empty(plan.outbox_bytes // plan.itemsize, dtype=dtype, device=device)
-        numels = (sum(t.numel for t in receives) for _, receives in plan.buckets)
-        return Buffers(outbox, torch.empty(max(numels, default=0), dtype=dtype, device=device))
+        outbox = torch.empty(
+            plan.outbox_bytes // plan.itemsize, dtype=dtype, device=message_device(self._group)
+        )
+        return Buffers(outbox, self.inbox(plan, dtype))
+
+    def inbox(
+        self, plan: RankPlan, dtype: torch.dtype, but_from: Collection[int] = ()
+    ) -> torch.Tensor:
+        """Return a vector for the messages of any bucket, except those from the ranks of
+        `but_from`."""
+        numels = (
+            sum(t.numel for t in receives if t.src_rank not in but_from)
+            for _, receives in plan.buckets
+        )
+        return torch.empty(max(numels, default=0), dtype=dtype, device=message_device(self._group))
 
     def exchange(
         self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
     ) -> dict[int, torch.Tensor]:
-        """Send the messages of one bucket, views of the outbox, and return the received ones by
-        sender. sizes: the number of elements of the message from each sender. Every rank must call
-        it once per bucket, with messages or without."""
+        """Send and receive one message per peer, in order, and wait for all."""
         views = buffers.inbox[: sum(sizes.values())].split([*sizes.values()]) if sizes else ()
         incoming = dict(zip(sizes, views, strict=True))
         send_and_receive(outgoing, incoming, self._group)
         return incoming
+
+    def release(self) -> None:
+        """Do nothing: the receivers have copies of their own."""
 
 
 def message_device(group: dist.ProcessGroup) -> torch.device:

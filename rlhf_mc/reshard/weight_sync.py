@@ -13,8 +13,9 @@ from rlhf_mc import platform
 from rlhf_mc.reshard.execute import BoundPlan, bind
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.plan import Plan, make_plans
+from rlhf_mc.reshard.shared_memory import host_transport
 from rlhf_mc.reshard.transfers import RankPlan
-from rlhf_mc.reshard.transport import PointToPoint
+from rlhf_mc.reshard.transport import PointToPoint, Transport
 from rlhf_mc.reshard.verify import verify
 
 VerifyWhen = Literal["off", "first", "always"]
@@ -38,10 +39,17 @@ class WeightSync:
         slices to tensors."""
         self.plan = plan.for_rank(rank)
         """This rank's transfers, except the correction biases'."""
-        self._messages = PointToPoint(_world())
-        self._parts: list[tuple[RankPlan, torch.dtype | None]] = [(self.plan, dtype)]
+        # On GPUs, NCCL chooses between NVLink and the network.
+        messages = (
+            PointToPoint(_world())
+            if platform.use_cuda()
+            else host_transport(self.plan.outbox_bytes, _world())
+        )
+        self._parts: list[tuple[RankPlan, torch.dtype | None, Transport]] = [
+            (self.plan, dtype, messages)
+        ]
         if biases is not None:
-            self._parts.append((biases.for_rank(rank), torch.float32))
+            self._parts.append((biases.for_rank(rank), torch.float32, PointToPoint(_world())))
         self._keep_views = keep_views
         self._bound: list[BoundPlan] = []
         """The plans with the views of `_tensors`."""
@@ -66,17 +74,17 @@ class WeightSync:
         if not bound:
             self._bound = []  # frees the storages of earlier parameters
             self._tensors = []
-        for number, (plan, dtype) in enumerate(self._parts):
+        for number, (plan, dtype, transport) in enumerate(self._parts):
             if len(bound) == number:
                 bound_plan = bind(plan, source, target, dtype)
                 bound.append(bound_plan.kept() if self._keep_views else bound_plan)
-            bound[number].execute(self._messages)
+            bound[number].execute(transport)
         if self._keep_views:
             self._bound = bound
             self._tensors = tensors
         if self._verify_when == "always" or (self._verify_when == "first" and self._is_first):
             with platform.named_range("verify"):
-                for plan, dtype in self._parts:
+                for plan, dtype, _ in self._parts:
                     verify(plan, source, target, _world(), dtype)
         self._is_first = False
 

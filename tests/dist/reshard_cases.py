@@ -3,7 +3,12 @@ processes."""
 
 from __future__ import annotations
 
+import functools
 import math
+import resource
+import time
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +18,8 @@ from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import Layout, logical_shapes
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.transport import PointToPoint
+from rlhf_mc.reshard.shared_memory import SharedMemory, SharedMemoryAndNetwork, host_transport
+from rlhf_mc.reshard.transport import PointToPoint, Transport
 from rlhf_mc.reshard.verify import verify
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
@@ -52,25 +58,56 @@ def numbered_tensors(layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def update_weights(
+    kind: str,
     tp: int,
     pp: int,
     first_layers: int | None,
     rollout_tp: int,
     bucket: int,
     ranks_per_node: int,
-) -> bool:
-    """Run two weight updates. Return whether the rank has exactly the expected tensors."""
+) -> tuple[bool, int]:
+    """Run one weight update through shared memory ("shared"), through sockets ("sockets"), or
+    through sockets because the last rank cannot open the others' memory ("refused") or allocate its
+    own ("limited"). With "late" the last rank reads what shared memory has long after the others.
+    Return whether the rank has exactly the expected tensors, and the number of ranks that share
+    memory.
+    """
     rank = dist.get_rank()
-    mesh = Mesh(dist.get_world_size(), tp, pp, first_stage_layers=first_layers)
+    world = dist.get_world_size()
+    mesh = Mesh(world, tp, pp, first_stage_layers=first_layers)
     training = training_layouts(SHAPE, mesh)
     rollout = rollout_layouts(SHAPE, rollout_groups(mesh, rollout_tp), vllm_layout)
     part = make_plan(training, rollout, 4, bucket, ranks_per_node).for_rank(rank)
+    transport: Transport = PointToPoint(dist.group.WORLD)
+    if kind != "sockets":
+        is_last = rank == world - 1
+        opener = (
+            (lambda self, *args: False) if kind == "refused" and is_last else SharedMemory._open
+        )
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (1 if kind == "limited" and is_last else soft, hard)
+        )
+        try:
+            with mock.patch.object(SharedMemory, "_open", opener):
+                transport = host_transport(part.outbox_bytes, dist.group.WORLD)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if kind == "late" and rank == world - 1:
+        transport.exchange = functools.partial(_exchange_late, transport.exchange)
     source = numbered_tensors(training[rank])
     wanted = numbered_tensors(rollout[rank])
     target = {name: torch.full(size, -1.0) for name, size in rollout[rank].shapes.items()}
-    for _ in range(2):
+    for _ in range(2):  # the second reuses the shared memory
         for tensor in target.values():
             tensor.fill_(-1.0)
-        execute(part, source, target, PointToPoint(dist.group.WORLD))
+        execute(part, source, target, transport)
         verify(part, source, target, dist.group.WORLD)
-    return all(torch.equal(target[name], wanted[name]) for name in wanted)
+    sharing = len(transport._shared.ranks) if isinstance(transport, SharedMemoryAndNetwork) else 0
+    return all(torch.equal(target[name], wanted[name]) for name in wanted), sharing
+
+
+def _exchange_late(exchange: Any, *arguments: Any) -> Any:
+    incoming = exchange(*arguments)
+    time.sleep(0.1)
+    return incoming

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from rlhf_mc.reshard import weight_sync
 from rlhf_mc.reshard.execute import BoundPlan, bind, execute
 from rlhf_mc.reshard.layout import EMPTY, whole_layout
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.shared_memory import SharedMemory, host_transport
+from rlhf_mc.reshard.transport import PointToPoint
 
 
 @pytest.fixture
@@ -22,6 +26,21 @@ def world() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 8, 24])
+def test_shared_memory_of_any_size(world: dist.ProcessGroup, num_bytes: int) -> None:
+    memory = SharedMemory(num_bytes, world)
+    plan = make_plan([EMPTY], [EMPTY], 4, 1000).for_rank(0)
+    assert memory.ranks == {0}
+    for dtype in (torch.bfloat16, torch.float32):
+        assert memory.buffers(plan, dtype).outbox.nbytes == max(num_bytes, 8)
+
+
+def test_without_memfd_messages_are_point_to_point(world: dist.ProcessGroup) -> None:
+    with mock.patch.object(os, "memfd_create", side_effect=PermissionError):
+        assert SharedMemory(8, world).ranks == frozenset()
+        assert isinstance(host_transport(8, world), PointToPoint)
 
 
 def test_correction_biases_are_verified_after_an_update(

@@ -1,0 +1,167 @@
+"""The shared-memory transport: ranks of one node map each other's outboxes, where tensors lie in
+host memory. A message costs one copy in and one copy out; a socket on the same machine costs two
+more, through the kernel.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.reshard.transfers import RankPlan
+from rlhf_mc.reshard.transport import Buffers, Messages, PointToPoint, Transport
+from rlhf_mc.runtime.namespaces import namespace_id
+from rlhf_mc.topology.consensus import gather_objects
+
+
+class SharedMemory:
+    """Messages between the ranks of one node. A rank's outbox is written by the rank and read by
+    the others.
+
+    It lies in an anonymous file (memfd). So a killed rank leaves nothing behind, and the size of
+    /dev/shm does not matter."""
+
+    def __init__(self, num_bytes: int, group: dist.ProcessGroup) -> None:
+        """Allocate this rank's outbox of `num_bytes`, and map the outboxes of the node's other
+        ranks. Collective."""
+        self._rank = dist.get_rank(group)
+        # The file begins with one int64 per rank: the element at which the message to that rank
+        # begins.
+        self._header_bytes = 8 * dist.get_world_size(group)
+        self._memory: dict[int, mmap.mmap] = {}
+        size = self._header_bytes + max(num_bytes, 8)  # torch takes no view of 0 bytes
+        file = self._allocate(size)
+        outboxes = gather_objects((namespace_id("pid"), os.getpid(), file, size), group)
+        namespaces = [namespace for namespace, *_ in outboxes]
+        on_node = [
+            rank for rank, namespace in enumerate(namespaces) if namespace == namespaces[self._rank]
+        ]
+        opened = all(
+            self._open(rank, *outboxes[rank][1:]) for rank in on_node if rank != self._rank
+        )
+        all_opened = gather_objects(opened and file is not None, group)
+        if file is not None:
+            os.close(file)  # the mappings stay
+        self.ranks = frozenset(on_node if all(all_opened[rank] for rank in on_node) else ())
+        """Ranks of the node, this one included; empty where the system refuses the memory to any of
+        them."""
+        self._barrier_group = self._build_barrier_group(namespaces, group)
+
+    def _allocate(self, size: int) -> int | None:
+        """Map a new anonymous file, and return its descriptor; None if the system refuses."""
+        try:
+            file = os.memfd_create("rlhf_mc_reshard")
+        except OSError:
+            return None
+        try:
+            os.ftruncate(file, size)  # fails beyond the process's limit on file sizes
+            self._memory[self._rank] = mmap.mmap(file, 0)
+        except OSError:
+            os.close(file)
+            return None
+        return file
+
+    def _open(self, rank: int, pid: int, file: int | None, size: int) -> bool:
+        """Map the outbox of another rank. Return False if the system refuses."""
+        if file is None:
+            return False
+        try:
+            with open(f"/proc/{pid}/fd/{file}", "rb") as other:
+                self._memory[rank] = mmap.mmap(other.fileno(), size, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):  # ValueError: the file is shorter than `size`
+            return False
+        return True
+
+    def _build_barrier_group(
+        self, namespaces: list[str], group: dist.ProcessGroup
+    ) -> dist.ProcessGroup:
+        """Return the group of this rank's node. Every rank must build the groups of all nodes."""
+        nodes: dict[str, list[int]] = {namespace: [] for namespace in sorted(set(namespaces))}
+        for rank, namespace in enumerate(namespaces):
+            nodes[namespace].append(dist.get_global_rank(group, rank))
+        return {namespace: dist.new_group(ranks) for namespace, ranks in nodes.items()}[
+            namespaces[self._rank]
+        ]
+
+    def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
+        """Return the mapped outbox. Messages are read where their senders packed them, so the inbox
+        is empty."""
+        outbox = torch.frombuffer(self._memory[self._rank], dtype=dtype, offset=self._header_bytes)
+        return Buffers(outbox, torch.empty(0, dtype=dtype))
+
+    def exchange(
+        self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        """Publish where the outgoing messages begin in the outbox, wait for the node's ranks to do
+        so, and return views of the senders' outboxes."""
+        header = torch.frombuffer(
+            self._memory[self._rank], dtype=torch.int64, count=self._header_bytes // 8
+        )
+        for rank, message in outgoing.items():
+            header[rank] = int(message.storage_offset())
+        self._barrier()
+        return {
+            sender: self._message(sender, numel, buffers.outbox.dtype)
+            for sender, numel in sizes.items()
+        }
+
+    def _message(self, sender: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = self._memory[sender]
+        begin = int(torch.frombuffer(memory, dtype=torch.int64, count=1, offset=8 * self._rank))
+        offset = self._header_bytes + begin * dtype.itemsize
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+
+    def release(self) -> None:
+        """Wait until every rank of the node has read its messages."""
+        self._barrier()
+
+    def _barrier(self) -> None:
+        dist.barrier(self._barrier_group)
+
+
+class SharedMemoryAndNetwork:
+    """Shared memory between the ranks of a node, point-to-point messages between nodes. One message
+    that goes to ranks of both kinds is packed once, in the shared outbox."""
+
+    def __init__(self, shared: SharedMemory, network: PointToPoint) -> None:
+        self._shared = shared
+        self._network = network
+
+    def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
+        """Return the shared outbox, and an inbox for the messages of other nodes."""
+        outbox = self._shared.buffers(plan, dtype).outbox
+        return Buffers(outbox, self._network.inbox(plan, dtype, but_from=self._shared.ranks))
+
+    def exchange(
+        self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        """Exchange the messages between nodes, then the messages within the node."""
+
+        def select(by_rank: Mapping[int, Any], on_node: bool) -> dict[int, Any]:
+            return {
+                rank: value
+                for rank, value in by_rank.items()
+                if (rank in self._shared.ranks) == on_node
+            }
+
+        far = self._network.exchange(buffers, select(outgoing, False), select(sizes, False))
+        near = self._shared.exchange(buffers, select(outgoing, True), select(sizes, True))
+        return far | near
+
+    def release(self) -> None:
+        """Wait until every rank of the node has read its messages."""
+        self._shared.release()
+
+
+def host_transport(outbox_bytes: int, group: dist.ProcessGroup) -> Transport:
+    """Return the fastest transport of host tensors: shared memory within a node, if the system
+    allows it. Collective. outbox_bytes: of the largest bucket that this rank sends
+    (RankPlan.outbox_bytes)."""
+    network = PointToPoint(group)
+    shared = SharedMemory(outbox_bytes, group)
+    return SharedMemoryAndNetwork(shared, network) if shared.ranks else network
