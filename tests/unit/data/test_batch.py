@@ -157,9 +157,11 @@ def test_contexts_are_the_sequences_that_models_read() -> None:
     of_agents = build_batch(prompts[1:2], Responses.of([conversation]), of_agents=True)
     assert of_agents.contexts().prompt_lens.tolist() == [len(PROMPTS[1]), 2, 1]
     asks = Generation([40, 41, 42], [OBSERVED, -1.0, OBSERVED], finished=True)
-    of_agents = build_batch(prompts[:1], Responses.of([asks]), of_agents=True)
-    assert of_agents.contexts().prompt_lens.tolist() == [len(PROMPTS[0]) + 1]
-    assert of_agents.contexts().observation_lens.tolist() == [1]  # type: ignore[union-attr]
+    equal = Generation([40, 43], [OBSERVED, -1.0], finished=True)
+    of_agents = build_batch([prompts[0]] * 2, Responses.of([asks, equal]), of_agents=True)
+    assert of_agents.contexts().prompt_lens.tolist() == [len(PROMPTS[0]) + 1] * 2
+    assert of_agents.contexts().observation_lens.tolist() == [1, 0]  # type: ignore[union-attr]
+    assert of_agents.contexts().prompt_groups.tolist() == [0, 0], "equal first requests are one"
     picked = batch.select([2, 1]).contexts()
     assert picked.seq_lens.tolist() == [*lens[4:], *lens[1:4]]
     assert batch.select([2, 0]).contexts().num_sequences == 2
