@@ -3,6 +3,7 @@ on, the ages of their tokens, and resumes that are bit for bit."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import Counter
 from pathlib import Path
@@ -41,15 +42,22 @@ ONE_STEP_OFF = [
 WHOLE_EPOCH = f"trainer.total_training_steps={PER_EPOCH}"
 AHEAD = [ONE_STEP_OFF[0], WHOLE_EPOCH]
 FROZEN = ["actor.optim.lr=0", "critic.optim.lr=0"]
-SCORE_ONE = """
+
+
+def _score(text: str, truth: Any) -> float:
+    """Return the score of a response, which depends on its prompt too."""
+    return float(sum(map(ord, text)) % 5 + 10 * (sum(map(ord, str(truth))) % 7))
+
+
+REWARD_FILE = f"from __future__ import annotations\n{inspect.getsource(_score)}"
+SCORE_ONE = f"""{REWARD_FILE}
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(sum(map(ord, solution_str)) % 5 + 10 * (sum(map(ord, str(ground_truth))) % 7))
+    return _score(solution_str, ground_truth)
 """
-SCORE_ALL = """
+SCORE_ALL = f"""{REWARD_FILE}
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):
-    rows = zip(solution_strs, ground_truths, strict=True)
-    return [float(sum(map(ord, text)) % 5 + 10 * (sum(map(ord, str(truth))) % 7)) for text, truth in rows]
-"""  # noqa: E501
+    return [_score(*row) for row in zip(solution_strs, ground_truths, strict=True)]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -167,11 +175,6 @@ def test_partial_rollout_continues_responses_with_new_weights(
             "older weights drew these tokens"
         )
     assert spans > 0, "some responses were continued"
-
-
-def _score(text: str, truth: Any) -> float:
-    """Return the score of SCORE_ONE and SCORE_ALL, which is of the response and of its prompt."""
-    return float(sum(map(ord, text)) % 5 + 10 * (sum(map(ord, str(truth))) % 7))
 
 
 @pytest.mark.parametrize("name", ["partial", "partial_batched", "tail"])

@@ -50,7 +50,6 @@ class GroupSampling:
         self._plan = strategy.plan(run, state, needed)
         prompts = [group.prompt for group in self._plan.groups]
         self._has_greedy = estimator_needs(run.config.algorithm).greedy_baseline
-        self._of_agents = run.config.rollout.environment.is_agent
         n = run.config.rollout.n
         every_prompt = [*repeat_prompts(prompts, n), *(prompts if self._has_greedy else [])]
         self._stream = ScoreStream(run.rewards, run.tokenizer, every_prompt)
@@ -94,7 +93,8 @@ class GroupSampling:
             self._stream.submit({})  # those that waited for all
         has_ages = plan.is_resumable or self._trained_version == state.step
         version = self._trained_version if has_ages else None
-        return groups, (*group_batch(groups, responses, version, self._of_agents), self._stream)
+        of_agents = run.config.rollout.environment.is_agent
+        return groups, (*group_batch(groups, responses, version, of_agents), self._stream)
 
 
 def sample_groups(run: Run, state: StepState, needed: int) -> ScoredBatch:
