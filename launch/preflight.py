@@ -2,7 +2,6 @@
 and files. Run by launch/slurm_job.sh before training.
 
     srun ... python -m launch.preflight probe FOLDER CONFIG.yaml [section.key=value ...]
-    (or --verl ...)
     python -m launch.preflight compare FOLDER NUM_NODES
 
 `probe` writes the facts of one node to a file: its packages, code, config, models, data and GPUs,

@@ -1,7 +1,7 @@
 """Print a run's newest checkpoint, or "the start". Run by launch/slurm_job.sh before it requeues a
 job:
 
-python -m launch.progress CONFIG.yaml [section.key=value ...]    or --verl ...
+python -m launch.progress CONFIG.yaml [section.key=value ...]
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 # The body of every sbatch script (slurm/*.sh), for any config and any number of nodes:
 #
 #     launch/slurm_job.sh CONFIG.yaml [section.key=value ...]        inside a job, from the repository's root
-#     launch/slurm_job.sh --verl SCRIPT_OR_CONFIG [key=value ...]    settings of verl's
 #
 # --ntasks-per-node=1: one task per node, in which torchrun starts the node's ranks.
 # --ntasks-per-node=8: one task per rank, without torchrun. Both give the same ranks.
@@ -26,7 +25,7 @@ stop="" srun_pid=""
 trap 'stop=1; [[ -z "$srun_pid" ]] || kill -USR1 "$srun_pid" 2>/dev/null' USR1 TERM
 
 if [[ $# -lt 1 || -z "${SLURM_JOB_ID:-}" ]]; then
-    echo "usage, inside a Slurm job: $0 CONFIG.yaml [section.key=value ...], or --verl SCRIPT_OR_CONFIG ..." >&2
+    echo "usage, inside a Slurm job: $0 CONFIG.yaml [section.key=value ...]" >&2
     exit 2
 fi
 if [[ ! "${MAX_RESTARTS:=0}" =~ ^[0-9]+$ ]]; then

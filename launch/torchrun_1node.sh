@@ -2,7 +2,6 @@
 # One node, one process per GPU (or NPROC processes):
 #
 #     launch/torchrun_1node.sh CONFIG.yaml [section.key=value ...]
-#     launch/torchrun_1node.sh --verl SCRIPT_OR_CONFIG [key=value ...]     settings of verl's
 #
 # NPROC=2 launch/torchrun_1node.sh configs/quickstart.yaml     two processes on a CPU
 #
@@ -11,7 +10,7 @@
 set -euo pipefail
 
 if [[ $# -lt 1 ]]; then
-    echo "usage: [NPROC=n] $0 CONFIG.yaml [section.key=value ...], or --verl SCRIPT_OR_CONFIG ..." >&2
+    echo "usage: [NPROC=n] $0 CONFIG.yaml [section.key=value ...]" >&2
     exit 2
 fi
 

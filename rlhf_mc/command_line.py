@@ -16,14 +16,12 @@ from rlhf_mc.config.printing import command_without_secrets, commented_yaml, rec
 from rlhf_mc.config.schema import Config
 from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
-from rlhf_mc.verl.input import converted_arguments, split_arguments
 from rlhf_mc.verl.table import key_hint
 
 USAGE = "torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]"
 HELP = f"""\
 usage: {USAGE}
        python -m rlhf_mc CONFIG.yaml [section.key=value ...] [--print-config]
-       python -m rlhf_mc --verl [SCRIPT_OR_CONFIG] [key=value ...] [--print-config]
        python -m rlhf_mc --check
 
 PPO for language models on Megatron-Core, with vLLM in the same processes. torchrun or srun starts
@@ -34,8 +32,6 @@ the ranks; started with python alone, the program has one rank. Launchers that s
   sbatch slurm/ppo_2nodes.sh CONFIG.yaml [section.key=value ...]     2 nodes
   sbatch slurm/ppo_70b.sh [section.key=value ...]                    8 nodes (launch/slurm_job.sh)
 
-Each of them takes `--verl SCRIPT_OR_CONFIG [key=value ...]` in place of these arguments.
-
 arguments:
   CONFIG.yaml          the settings; configs/ has examples, and `base: other.yaml` inherits
   section.key=value    a setting that replaces the file's; the value is YAML
@@ -45,10 +41,6 @@ options:
   --version            print the version
   --check              print what this machine has, what it lacks and what that costs; code 1
                        where no run could start
-  --verl               take settings of verl's, as tools/from_verl.py does (docs/from_verl.md)
-  --env NAME[=VALUE]   with --verl: a variable of the script, or of the environment (HOME and PWD
-                       are known)
-  --command N          with --verl: the N-th command of a script that starts verl several times
   --print-config       print all settings of CONFIG.yaml with their documentation, as a config that
                        can be loaded
 
@@ -60,10 +52,9 @@ exit codes:
   {EXIT_INTERRUPTED:<3}  the run was interrupted (a second Ctrl-C) and has saved nothing
 
 documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md,
-  docs/reliability.md"""
+  docs/reliability.md, docs/from_verl.md (settings of verl's)"""
 
 Option = Literal["--help", "--version", "--check", "--print-config"]
-VERL = "--verl"
 SCRIPTS = (".sh", ".bash", ".slurm")
 OPTIONS: dict[str, Option] = {"-h": "--help", **{option: option for option in get_args(Option)}}
 
@@ -72,8 +63,8 @@ OPTIONS: dict[str, Option] = {"-h": "--help", **{option: option for option in ge
 class CommandLine:
     """The parsed arguments of the program."""
 
-    config: str | None
-    """The file; None: the overrides have all settings."""
+    config: str
+    """The file; "" with --help, --version and --check."""
     overrides: list[str]
     option: Option | None = None
     """The text to print instead of training."""
@@ -87,9 +78,8 @@ class CommandLine:
             return f"rlhf_mc {rlhf_mc.__version__}"
         config = load_config(self.config, self.overrides, key_hint)
         check_config(config, None)
-        files = [self.config] if self.config is not None else []
         command = " ".join(
-            shlex.join(command_without_secrets([*files, *self.overrides])).splitlines()
+            shlex.join(command_without_secrets([self.config, *self.overrides])).splitlines()
         )
         settings = commented_yaml(config, recorded(config)).rstrip("\n")
         return f"# {command}, resolved by rlhf_mc {rlhf_mc.__version__}\n\n{settings}"
@@ -98,11 +88,7 @@ class CommandLine:
 def parse(argv: list[str]) -> CommandLine:
     """Parse the arguments after the program's name. Raise UserError for an unknown option or a
     missing config."""
-    verl = argv
-    if VERL in argv:
-        named = split_arguments(argv)
-        argv = [*named.files, *named.overrides]
-    given = [argument for argument in argv if argument.startswith("-") and argument != VERL]
+    given = [argument for argument in argv if argument.startswith("-")]
     for argument in given:
         if argument not in OPTIONS:
             raise UserError(f"unknown option {argument}{_hint(argument)}; --help lists the options")
@@ -116,21 +102,11 @@ def parse(argv: list[str]) -> CommandLine:
         )
     if option in ("--help", "--version", "--check"):
         return CommandLine("", [], option)
-    if VERL in argv and not arguments:
-        raise UserError(
-            f"{VERL}: expected a script or YAML file of verl's, or key=value settings; --help "
-            "explains it"
-        )
-    if VERL in argv:
-        conversion = converted_arguments(
-            [argument for argument in verl if argument not in (VERL, *given)]
-        )
-        return CommandLine(None, conversion.overrides(), option)
     for argument in arguments:
         if "=" not in argument and argument.endswith(SCRIPTS):
             raise UserError(
-                f"{argument} is a script, not a config or section.key=value; {VERL} reads one of "
-                "verl's"
+                f"{argument} is a script, not a config or section.key=value; tools/from_verl.py "
+                "converts one of verl's"
             )
     if not arguments or "=" in arguments[0]:
         raise UserError(f"usage: {USAGE}; --help explains it")
@@ -150,5 +126,5 @@ def _hint(argument: str) -> str:
     """Return an explanation of an unknown option, or an empty text."""
     if "=" in argument:
         return f" (a setting has no dashes before it: {argument.lstrip('-')})"
-    nearest = difflib.get_close_matches(argument, [*OPTIONS, VERL], n=1)
+    nearest = difflib.get_close_matches(argument, OPTIONS, n=1)
     return f" (did you mean {nearest[0]}?)" if nearest else ""

@@ -2,7 +2,6 @@
 # PPO on 2 nodes of 8 GPUs, with any config (by default Qwen2.5 32B on MATH). From the repository's root:
 #
 #     sbatch slurm/ppo_2nodes.sh [CONFIG.yaml] [section.key=value ...]
-#     sbatch slurm/ppo_2nodes.sh --verl SCRIPT_OR_CONFIG [key=value ...]    settings of verl's
 #     sbatch --nodes=4 slurm/ppo_2nodes.sh ...
 #     MAX_RESTARTS=3 sbatch slurm/ppo_2nodes.sh ...          requeue it after a crash, up to 3 times
 #
@@ -20,5 +19,5 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 config=(configs/ppo_qwen2.5_32b.yaml)
-if [[ "${1:-}" == *.yaml || " $* " == *" --verl "* ]]; then config=(); fi
+if [[ "${1:-}" == *.yaml ]]; then config=(); fi
 exec "${SLURM_SUBMIT_DIR:?submit this with sbatch}/launch/slurm_job.sh" "${config[@]}" "$@"

@@ -2,7 +2,6 @@
 # PPO of Llama-3 70B on 8 nodes of 8 GPUs. From the repository's root:
 #
 #     sbatch slurm/ppo_70b.sh [CONFIG.yaml] [section.key=value ...]
-#     sbatch slurm/ppo_70b.sh --verl SCRIPT_OR_CONFIG [key=value ...]       settings of verl's, without configs/ppo_70b.yaml
 #     sbatch --ntasks-per-node=8 slurm/ppo_70b.sh ...        without torchrun, one task per GPU
 #     MAX_RESTARTS=3 sbatch slurm/ppo_70b.sh ...             requeue it after a crash, up to 3 times
 #
@@ -20,5 +19,5 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 config=(configs/ppo_70b.yaml)
-if [[ "${1:-}" == *.yaml || " $* " == *" --verl "* ]]; then config=(); fi
+if [[ "${1:-}" == *.yaml ]]; then config=(); fi
 exec "${SLURM_SUBMIT_DIR:?submit this with sbatch}/launch/slurm_job.sh" "${config[@]}" "$@"

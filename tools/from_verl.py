@@ -43,13 +43,14 @@ from rlhf_mc.runtime.tool import end_on_interrupt
 if __name__ == "__main__":
     end_on_interrupt()
 
+from verl_input.reading import STRATEGY, read_arguments, split_arguments
+
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import flatten_settings, load_config, nest_settings
 from rlhf_mc.config.masking import masked
 from rlhf_mc.planner.__main__ import find_settings, make_parser
-from rlhf_mc.verl.conversion import Conversion
-from rlhf_mc.verl.input import STRATEGY, converted_arguments, split_arguments
+from rlhf_mc.verl.conversion import Conversion, convert
 from rlhf_mc.verl.parallelism import without_roles_layouts
 
 
@@ -63,6 +64,16 @@ def config_problem(text: str, processes: int) -> str | None:
         except UserError as error:
             return str(error).removeprefix(f"{path}: ")
     return None
+
+
+def converted_arguments(arguments: Sequence[str]) -> Conversion:
+    """Return our settings for the arguments of this program, without a machine. Raise UserError for
+    a mistake in them."""
+    given = split_arguments(arguments)
+    reading = read_arguments(given)
+    conversion = convert(reading.settings, reading.engine, given.strategy)
+    conversion.notes = reading.notes
+    return conversion
 
 
 def machine_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -48,7 +48,7 @@ class _Setting(NamedTuple):
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any] | None,
+    source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     hint: Hint = lambda key: None,
 ) -> Config:
@@ -57,16 +57,10 @@ def load_config(
     order, the file itself, overrides in their order. Raise UserError, with a message of one line,
     for a mistake in any of them.
 
-    source: the file; or a mapping of sections, as a file contains it, without `base`; or None for
-    overrides alone. hint: for the message on unknown keys; verl/table.py has one for verl's."""
+    source: the file; or a mapping of sections, as a file contains it, without `base`. hint: for the
+    message on unknown keys; verl/table.py has one for verl's."""
     settings = _read(source, overrides, hint)
-    path = (
-        "command line"
-        if source is None
-        else "config"
-        if isinstance(source, Mapping)
-        else str(source)
-    )
+    path = "config" if isinstance(source, Mapping) else str(source)
     config = _build(Config, "", settings, None, path)
     assert isinstance(config, Config)
     for role, section in roles(config).items():
@@ -146,13 +140,13 @@ def value_problem(key: str, value: Any) -> str | None:
 
 
 def _read(
-    source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], hint: Hint
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str], hint: Hint
 ) -> dict[str, _Setting]:
     reading = _Reading()
     if isinstance(source, str | Path):
         settings = reading.file(Path(source), ())
     else:
-        settings = reading.flatten(source or {}, "command line" if source is None else "config")
+        settings = reading.flatten(source, "config")
     for override in overrides:
         _merge(settings, reading.override(override))
     if reading.unknown:

@@ -3,7 +3,7 @@ renamed, what rlhf_mc does anyway, what is not needed, and what is not supported
 
 A setting that schema.py has under the same name passes, and load.py checks its value. table.yaml
 has the others, and the converters of values. verl's files and command lines are read in
-verl/input.py.
+tools/verl_input.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
 from rlhf_mc.config.masking import any_name
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
@@ -44,7 +43,6 @@ from rlhf_mc.verl.parallelism import (
 )
 from rlhf_mc.verl.values import OF_SEQUENCES, TEACHERS, uses_critic
 
-_MOST_NAMED = 10
 VERL = "0.10.0.dev of 2026-08-22"
 """The version of verl whose defaults are written out, as in its generated ppo_megatron_trainer and
 ppo_trainer."""
@@ -152,15 +150,6 @@ class Conversion:
                 if line.kind == kind:
                     lines.append(f"{kind:<13}  {key}{_outcome(key, line)}")
         return "\n".join([*(f"{subject}: {text}" for subject, text in self.hints), *lines])
-
-    def overrides(self) -> list[str]:
-        """Return the settings as overrides for load_config. Raise UserError if a setting is not
-        supported."""
-        if refused := self.refused():
-            listed = "; ".join(f"{key}: {line.text}" for key, line in refused[:_MOST_NAMED])
-            more = f"; and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
-            raise UserError(f"{len(refused)} settings of verl's are not supported: {listed}{more}")
-        return [f"{key}={yaml_text(value)}" for key, value in self.settings.items()]
 
     def yaml(self, source: str) -> str:
         """Return a config for load_config, with the command that runs it as a comment."""

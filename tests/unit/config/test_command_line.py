@@ -168,13 +168,11 @@ def test_help_lists_every_option_and_exit_code() -> None:
         (["trainer.seed=1"], "usage: torchrun"),
         (["--print-config"], "usage: torchrun"),
         (["nowhere.yaml", "--print-config"], "nowhere.yaml: no such file"),
-        (["--verl"], "--verl: expected a script or YAML file of verl's, or key=value settings"),
         (
             ["run.sh"],
-            "run.sh is a script, not a config or section.key=value; --verl reads one of verl's",
+            "run.sh is a script, not a config or section.key=value; tools/from_verl.py",
         ),
         (["config.yaml", "run.sh"], "run.sh is a script"),
-        (["--verl", "nowhere.sh"], "nowhere.sh: No such file"),
     ],
 )
 def test_wrong_command_line_is_a_user_error(arguments: list[str], message: str) -> None:

@@ -368,5 +368,5 @@ def test_mistakes_in_the_settings_are_one_line(
         f"trainer.default_local_dir={tmp_path}",
     ]
     with pytest.raises(UserError) as error:
-        check_config(load_config(None, [*needed, *settings]), 1)
+        check_config(load_config({}, [*needed, *settings]), 1)
     assert message in str(error.value) and "\n" not in str(error.value)

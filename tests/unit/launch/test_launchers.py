@@ -5,7 +5,6 @@ tests/system/test_slurm.py."""
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import shutil
 import signal
@@ -303,11 +302,8 @@ def test_preflight_compares_the_nodes(tmp_path: Path) -> None:
     [
         ("ppo_70b.sh", "", "configs/ppo_70b.yaml"),
         ("ppo_70b.sh", "trainer.seed=2", "configs/ppo_70b.yaml trainer.seed=2"),
-        ("ppo_70b.sh", "--verl run.sh trainer.seed=2", "--verl run.sh trainer.seed=2"),
         ("ppo_1node.sh", "trainer.seed=2", "configs/ppo_qwen2.5_0.5b.yaml trainer.seed=2"),
         ("ppo_1node.sh", "my.yaml trainer.seed=2", "my.yaml trainer.seed=2"),
-        ("ppo_1node.sh", "--verl run.sh", "--verl run.sh"),
-        ("ppo_1node.sh", "run.sh --verl", "run.sh --verl"),
     ],
 )
 def test_sbatch_scripts_add_their_config_unless_another_is_given(
@@ -323,47 +319,6 @@ def test_sbatch_scripts_add_their_config_unless_another_is_given(
         subprocess.run(command, env=env, capture_output=True, text=True, timeout=500).stdout
         == f"{expected}\n"
     )
-
-
-VERL_SCRIPT = """
-python3 -m verl.trainer.main_ppo data.train_files=train.parquet data.val_files=val.parquet \\
-    actor_rollout_ref.model.path=model actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 \\
-    trainer.total_training_steps=3 trainer.default_local_dir={run} "$@"
-"""
-
-
-def test_job_takes_a_script_of_verls(tmp_path: Path) -> None:
-    """Check that the pre-flight reads a script as the converted file, and refuses what rlhf_mc
-    lacks."""
-    script = tmp_path / "run.sh"
-    script.write_text(VERL_SCRIPT.format(run=tmp_path / "run"))
-    converter = [sys.executable, "tools/from_verl.py", str(script)]
-    converted = tmp_path / "ours.yaml"
-    converted.write_text(
-        subprocess.run(converter, cwd=ROOT, capture_output=True, text=True, timeout=500).stdout
-    )
-    assert preflight(tmp_path, "probe", "--verl", str(script), node="a").returncode == 0
-    assert preflight(tmp_path, "probe", str(converted), node="b").returncode == 0
-    facts = [json.loads((tmp_path / f"preflight.{node}.json").read_text()) for node in ("a", "b")]
-    assert facts[0]["config"] == facts[1]["config"] and "cannot" not in facts[0]["config"]
-
-    refused = "actor_rollout_ref.actor.qat.enable=True"
-    (tmp_path / "refused").mkdir()
-    assert preflight(tmp_path / "refused", "probe", "--verl", str(script), refused).returncode == 0
-    done = preflight(tmp_path / "refused", "compare", "1")
-    assert done.returncode == 1
-    assert (
-        "node a: config: 1 settings of verl's are not supported: actor_rollout_ref.actor"
-        in done.stderr
-    )
-
-
-def test_newest_checkpoint_of_a_script_of_verls_is_found(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(VERL_SCRIPT.format(run=tmp_path / "run"))
-    write_checkpoint(tmp_path / "run", 4)
-    command = [sys.executable, "-m", "launch.progress", "--verl", str(tmp_path / "run.sh")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.stdout == "global_step_4\n", done.stderr
 
 
 def in_launcher(command: str, **variables: str) -> list[str]:

@@ -12,16 +12,16 @@ from typing import Any
 
 import from_verl
 import pytest
+from from_verl import converted_arguments
+from verl_input.reading import Arguments, Reading, read_arguments
 
-from rlhf_mc import command_line
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import dotted_keys, load_config
+from rlhf_mc.config.load import dotted_keys, load_config, nest_settings
 from rlhf_mc.config.schema import Config, get_setting
 from rlhf_mc.planner.gpus import parse_gpu
 from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
 from rlhf_mc.verl.conversion import DEFAULTS, VERL, Conversion, VerlSetting, convert, our_default
-from rlhf_mc.verl.input import Arguments, Reading, converted_arguments, read_arguments
 from rlhf_mc.verl.keys import plain_key
 
 DEFAULTS_OF_VERL = Path(__file__).with_name("verl_defaults")
@@ -658,7 +658,7 @@ def test_lora_that_is_out_of_range_is_named_by_our_check(key: str, value: Any, o
     given = {"actor_rollout_ref.model.lora_rank": 8, f"actor_rollout_ref.model.{key}": value}
     paths = ["data.train_files=[a]", "model.path=m"]
     with pytest.raises(UserError, match=re.escape(ours)):
-        check_config(load_config(None, [*paths, *converted(given).overrides()]), 8)
+        check_config(load_config(nest_settings(converted(given).settings), paths), 8)
 
 
 def test_defaults_of_megatrons_lora_are_written_out() -> None:
@@ -1310,22 +1310,19 @@ def test_variables_are_given_by_env(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setenv("DATA", "/of/this/process")
     with pytest.raises(UserError, match=r"\$DATA is not set; give --env DATA=VALUE"):
-        command_line.parse(["--verl", str(script)])
+        converted_arguments([str(script)])
     for arguments, expected in (
         (["--env", "DATA=/given"], "/given/x.parquet"),
         (["--env=DATA"], "/of/this/process/x.parquet"),
     ):
-        command = command_line.parse(["--verl", str(script), *arguments, "trainer.seed=3"])
-        cfg = load_config(command.config, command.overrides)
-        assert cfg.data.train_files == [expected] and cfg.trainer.seed == 3
+        settings = converted_arguments([str(script), *arguments, "trainer.seed=3"]).settings
+        assert settings["data.train_files"] == expected and settings["trainer.seed"] == 3
     for wrong, words in (
         ("A B", "expected --env NAME=VALUE"),
         ("ABSENT", "the environment has no ABSENT"),
     ):
         with pytest.raises(UserError, match=words):
-            command_line.parse(["--verl", str(script), "--env", wrong])
-    with pytest.raises(UserError, match="unknown option --env"):
-        command_line.parse(["ours.yaml", "--env", "A=1"])
+            converted_arguments([str(script), "--env", wrong])
 
 
 @pytest.mark.parametrize(
@@ -1443,9 +1440,6 @@ def test_one_of_several_commands_is_chosen(
     for number, seed in ((1, 1), (2, 2), (3, 7)):
         arguments = [str(script), f"--command={number}", "trainer.nnodes=1"]
         assert converted_arguments(arguments).settings["trainer.seed"] == seed
-        arguments += ["data.train_files=a", "model.path=m"]
-        command = command_line.parse(["--verl", *arguments, "--print-config"])
-        assert load_config(command.config, command.overrides).trainer.seed == seed
 
 
 def test_value_that_is_no_yaml_can_be_removed_or_replaced(tmp_path: Path) -> None:
@@ -1632,24 +1626,6 @@ def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert from_verl.main([*overrides, "trainer.x=1", "~trainer.x", "data.train_files=~/x"]) == 0
     assert "to be changed before it runs: data.train_files is '~/x'" in capsys.readouterr().err
-
-
-def test_verl_option_takes_verls_overrides(tmp_path: Path) -> None:
-    """Check `python -m rlhf_mc --verl`: the same settings as those of the converted file."""
-    overrides = [f"{key}={value}" for key, value in PPO_MATH.items()]
-    command = command_line.parse(["--verl", *overrides])
-    assert load_config(command.config, command.overrides) == loaded(
-        converted(PPO_MATH), tmp_path / "ours.yaml"
-    )
-    assert "kl_penalty: k1" in command_line.parse(["--verl", *overrides, "--print-config"]).text()
-    with pytest.raises(
-        UserError, match=r"1 settings of verl's are not supported: trainer.x: no setting"
-    ):
-        command_line.parse(["--verl", *overrides, "trainer.x=1"])
-    with pytest.raises(
-        UserError, match=r"command line: required key 'data.train_files' is missing"
-    ):
-        load_config(None)
 
 
 def test_profiles() -> None:

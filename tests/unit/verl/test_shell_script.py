@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from verl_input import shell_parser
+from verl_input.shell_script import read_script
+from verl_input.shell_words import Word
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.verl import shell_parser
-from rlhf_mc.verl.shell_script import read_script
-from rlhf_mc.verl.shell_words import Word
 
 KNOWN = {
     "quotes": "run a'b c'\"d e\"f\\ g \"\\$x \\\"\" $'t\\tn' '' \"\"",

@@ -1,8 +1,8 @@
 """Reads verl's settings: a YAML file, a shell script that starts verl, or `key=value` overrides in
 Hydra's syntax.
 
-References between settings (${a.b}, ${oc.select:a.b,default}) are replaced. conversion.py makes our
-settings of them.
+References between settings (${a.b}, ${oc.select:a.b,default}) are replaced.
+rlhf_mc/verl/conversion.py makes our settings of them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import flatten_settings
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 from rlhf_mc.verl.asynchronous import MODE, PROGRAMS
-from rlhf_mc.verl.config_files import BASES, Composition, read_text
-from rlhf_mc.verl.conversion import REFERENCES, Conversion, VerlSetting, convert
+from rlhf_mc.verl.conversion import REFERENCES, VerlSetting
 from rlhf_mc.verl.keys import plain_key
 from rlhf_mc.verl.parallelism import engine_by_keys
-from rlhf_mc.verl.shell_script import Script, read_script
-from rlhf_mc.verl.shell_words import Word
+from verl_input.config_files import BASES, Composition, read_text
+from verl_input.shell_script import Script, read_script
+from verl_input.shell_words import Word
 
 ENV = "--env"
 COMMAND = "--command"
@@ -195,19 +195,6 @@ def _check_function(given: Mapping[str, VerlSetting]) -> None:
                 f"{name.written}={name.value} without {section}.path: give the function's file, or "
                 f"~{section}"
             )
-
-
-def converted_arguments(arguments: Sequence[str]) -> Conversion:
-    """Return our settings for a file or script of verl's, or both, and overrides, or for overrides
-    alone. --env NAME=VALUE gives a variable of the script, --env NAME takes it from the
-    environment, --command N chooses one of its commands, and --strategy megatron Megatron's layout
-    for a run of FSDP. Raise UserError for a mistake in
-    them."""
-    given = split_arguments(arguments)
-    reading = read_arguments(given)
-    conversion = convert(reading.settings, reading.engine, given.strategy)
-    conversion.notes = reading.notes
-    return conversion
 
 
 def split_arguments(arguments: Sequence[str]) -> Arguments:

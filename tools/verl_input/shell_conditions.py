@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 
-from rlhf_mc.verl.shell_words import Expander, Node, Word, matches
+from verl_input.shell_words import Expander, Node, Word, matches
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,

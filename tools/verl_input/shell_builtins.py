@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from rlhf_mc.verl.shell_words import Expander, Word
+from verl_input.shell_words import Expander, Word
 
 
 def directory(words: Expander) -> str:

@@ -1,7 +1,8 @@
 """verl's YAML files, composed of others as Hydra does: the `defaults:` of each, with config groups
 and packages.
 
-A file that is not there is left out if it is verl's own, whose defaults conversion.py knows.
+A file that is not there is left out if it is verl's own, whose defaults
+rlhf_mc/verl/conversion.py knows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rlhf_mc.config.yaml_reader import parse_yaml, read_limited
 _RUNS = ("ppo", "dapo", "one_step_off_ppo", "fully_async_ppo")
 BASES = tuple(f"{run}{engine}trainer" for run in _RUNS for engine in ("_", "_megatron_"))
 """verl's own configs, and those of recipe/dapo, which have the same defaults. Those of asynchronous
-programs differ by asynchronous.py."""
+programs differ by rlhf_mc/verl/asynchronous.py."""
 _OF_VERL = re.compile(
     r"(?:actor|critic|ref)/(?:\w+_)?(?:actor|critic|ref)|model_engine/\w+|data/legacy_data|rollout/rollout"
     r"|model/hf_model|reward/reward|algorithm/rollout_correction|distillation/distillation|profiler/profiler"

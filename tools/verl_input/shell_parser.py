@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.verl.shell_words import Node, node_line
+from verl_input.shell_words import Node, node_line
 
 _MOST_BYTES = 1 << 15
 _DEEPEST = 100

@@ -3,7 +3,7 @@
 The statements of the tree of shell_parser.py are followed: assignments, conditions, loops,
 functions. Where a condition cannot be decided, each branch is followed, and a variable that then
 differs has no value. The values of words are in shell_words.py, the reader of a verl script in
-verl/input.py.
+reading.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.verl.shell_builtins import PRINTED, directory
-from rlhf_mc.verl.shell_conditions import bracket_status, condition_status
-from rlhf_mc.verl.shell_parser import parsed, written
-from rlhf_mc.verl.shell_words import (
+from verl_input.shell_builtins import PRINTED, directory
+from verl_input.shell_conditions import bracket_status, condition_status
+from verl_input.shell_parser import parsed, written
+from verl_input.shell_words import (
     Expander,
     Node,
     State,
