@@ -11,13 +11,13 @@ from collections.abc import Callable
 from decimal import Decimal
 
 _CHARACTERS = str.maketrans(
-    {"°": "^\\circ ", "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "\\div ",
-     "π": "\\pi ", "∞": "\\infty ",
-     "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∅": "\\emptyset ",
-     "²": "^2", "³": "^3",
-     "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23", "¼": "\\frac14", "¾": "\\frac34",
-     "…": "\\ldots ",
-     **dict.fromkeys("€£¥₹", "")}
+    {
+        "°": "^\\circ ", "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "\\div ",
+        "π": "\\pi ", "∞": "\\infty ", "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
+        "∪": "\\cup ", "∅": "\\emptyset ", "²": "^2", "³": "^3", "½": "\\frac12", "⅓": "\\frac13",
+        "⅔": "\\frac23", "¼": "\\frac14", "¾": "\\frac34", "…": "\\ldots ",
+        **dict.fromkeys("€£¥₹", ""),
+    }
 )  # fmt: skip
 _SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (
@@ -59,9 +59,10 @@ _NUMBER = re.compile(
     r"?\}|[-+]?\d{1,6}))?"
 )
 _BASE = re.compile(r"([0-9][0-9A-Za-z.]*) ?_ ?(?:\{ ?\(?(\w+)\)? ?\}|(\d))")
-_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",
- "eight": "8", "nine": "9",
-          "ten": "10", "twelve": "12", "sixteen": "16"}  # fmt: skip
+_BASES = {
+    "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
+    "nine": "9", "ten": "10", "twelve": "12", "sixteen": "16",
+}  # fmt: skip
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|mathit|mathsf|operatorname) ?\{([^{}]*)\}")
 _LABEL = re.compile(
     r"(?:(?i:option|choice|answer):? )?(?:\(([A-J])\)(?: |(?=\d)|$)|([A-J])(?:[.):] |[.):]?$))(.*)"
@@ -71,42 +72,26 @@ _PERCENT = re.compile(r" ?(?:\\?%| percent|percent)$")
 _UNIT = re.compile(
     r"(?:\d|\}|\\pi) ?(?:\\(?:text|mathrm) ?\{ ?([a-z]+) ?\}|([a-z]{2,}))(?: ?\^ ?\{?\d\}?)?$"
 )
+_UNIT_SPELLINGS = """
+mm millimeter, cm centimeter, m meter, km kilometer, in inch inche, ft foot feet, yd yard, mi mile,
+ms millisecond, s sec second, min minute, h hr hour, day, week, month, yr year,
+mg milligram, g gram, kg kilogram, lb lbs pound, oz ounce, ml milliliter, l liter, dollar, cent
+"""
 _UNITS = {
     spelling: names.split()[0]
-    for names in (
-        "mm millimeter", "cm centimeter", "m meter", "km kilometer", "in inch inche", ("ft foot "
-                                                                                      "feet"),
-                                                                                      ("yd "
-                                                                                               "yard"),
-        "mi mile", "ms millisecond", "s sec second", "min minute", "h hr hour", "day", "week",
-        "month", "yr year",
-        "mg milligram", "g gram", "kg kilogram", "lb lbs pound", "oz ounce", "ml milliliter", ("l "
-                                                                                              "liter"),
-        "dollar", "cent",
-    )
+    for names in _UNIT_SPELLINGS.split(",")
     for name in names.split()
     for spelling in (name, f"{name}s")
-}  # fmt: skip
+}
 _LINK = re.compile(r"\s*(?:,\s*)?(?:\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b)\s*")
 _DEFINITION = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z]\))? ?= ?([^=]+)")
 _ONE_SIDED = re.compile(r"([A-Za-z]) ?(<|>|\\[lg]eq?(?:slant)?(?![a-z])) ?([^<>=]+)")
 _OR = re.compile(r" ?\\text ?\{ ?or ?\} ?| or ")
 _QUANTITY = re.compile(r"(-?[\d.,/]+) ?([a-z]{3,}(?: [a-z]{3,})*)")
 _NO_UNITS = {
-    "and",
-    "dozen",
-    "hundred",
-    "less",
-    "million",
-    "billion",
-    "more",
-    "over",
-    "per",
-    "percent",
-    "sqrt",
-    "than",
-    "thousand",
-}
+    "and", "dozen", "hundred", "less", "million", "billion", "more", "over", "per", "percent",
+    "sqrt", "than", "thousand",
+}  # fmt: skip
 _NO_NAME = re.compile(r"(?:-|-?[\d.]+) ?[A-Za-z]|[A-Za-z] ?\^ ?\d")
 PLUS_MINUS = "\\pm"
 

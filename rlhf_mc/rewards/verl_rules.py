@@ -120,13 +120,10 @@ _DAPO_REPLACED = (
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
     *((removed, "") for removed in (
         "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots",
-        "sue", "points",
-        "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals",
-        "edges", "students",
-        "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2",
-        "\\text{}^3",
-        "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"',
-        "\\dots",
+        "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds",
+        "meters", "meals", "edges", "students", "childrentickets", "multiples", "\\text{s}",
+        "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+        "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
     )),
 )  # fmt: skip
 _DAPO_FORMS = (
