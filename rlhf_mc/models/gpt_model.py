@@ -376,8 +376,7 @@ def set_rope(assembly: Assembly) -> None:
     rotary.mscale = attention_scaling
     if attention_scaling != 1.0 and not is_latent:
         # Of sines and cosines. Megatron-Core's attention computes it from these settings, as 0.1 x
-        # mscale x
-        # log(scaling factor) + 1; its fused kernel ignores it.
+        # mscale x log(scaling factor) + 1; its fused kernel ignores it.
         model.config.yarn_rotary_scaling_factor = math.e
         model.config.yarn_mscale = 10.0 * (attention_scaling - 1.0)
         model.config.yarn_mscale_all_dim = 0.0
@@ -480,8 +479,8 @@ def fusions(shape: ModelShape) -> dict[str, Any]:
         "gradient_accumulation_fusion": transformer_engine
         or (platform.use_cuda() and mcore_layers._grad_accum_fusion_available),
         # Otherwise Transformer Engine overwrites main_grad in the first micro-batch of a step,
-        # instead of adding to
-        # it, and keeps an fp8 copy of every weight, which no offload would free.
+        # instead of adding to it, and keeps an fp8 copy of every weight, which no offload would
+        # free.
         "disable_parameter_transpose_cache": transformer_engine,
         # Without biases and dropout, the residual addition is one kernel as it is.
         "bias_dropout_fusion": False,
