@@ -72,9 +72,9 @@ class PlannedShapes(P2PCommunicator):
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape | None, Shape | None]:
         """Return the shapes of the next tensors from the previous and from the next stage."""
-        return next(self._from_prev) if recv_prev else None, next(
-            self._from_next
-        ) if recv_next else None
+        from_prev = next(self._from_prev) if recv_prev else None
+        from_next = next(self._from_next) if recv_next else None
+        return from_prev, from_next
 
 
 def set_reduction(config: Any, replicated: Sequence[Any]) -> None:

@@ -1,8 +1,8 @@
 """verl's YAML files, composed of others as Hydra does: the `defaults:` of each, with config groups
 and packages.
 
-A file that is not there is left out if it is verl's own, whose defaults
-rlhf_mc/verl/conversion.py knows.
+A file that is not there is left out if it is verl's own, whose defaults rlhf_mc/verl/conversion.py
+knows.
 """
 
 from __future__ import annotations
