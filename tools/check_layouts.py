@@ -41,7 +41,7 @@ def check(cfg: Config, world: int) -> None:
     """Check the layouts of all roles and of vLLM, and print a line for each. Raise UserError at a
     difference."""
     import_transformer_engine()
-    from rlhf_mc.setup.layout_check import check_training_layouts
+    from rlhf_mc.setup.layout_check import CheckedRole, check_training_layouts
 
     check_config(cfg, world)
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
@@ -51,7 +51,7 @@ def check(cfg: Config, world: int) -> None:
     engine.check_layout(base, cfg.rollout.tensor_model_parallel_size)
     models = {role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}
     sizes = {role: len(role_ranks(cfg, role, world)) for role in models}
-    results = {}
+    results: dict[str, CheckedRole] = {}
     for size in dict.fromkeys(sizes.values()):
         of_size = {role: model for role, model in models.items() if sizes[role] == size}
         results |= check_training_layouts(of_size, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import pkgutil
 import signal
 import subprocess
@@ -82,6 +83,11 @@ def run_with(fault: str) -> Result:
     owner = pkgutil.resolve_name(case.owner)
     with replaced(owner, case.name, case.replacement(getattr(owner, case.name))):
         return run(case.part, case.sizes)
+
+
+def _counted_seeds(original: Callable[..., Any]) -> Callable[..., Any]:
+    calls = itertools.count()
+    return lambda seed, *args: original(seed + next(calls), *args)
 
 
 def _nothing(original: Any) -> Any:
@@ -366,6 +372,13 @@ FAULTS = {
         "_run",
         _nothing,
         "the run has not written success.json",
+    ),
+    "other seeds in each call": Fault(
+        "sleep",
+        "rlhf_mc.trainer.pool.strategies",
+        "sampling_seeds",
+        _counted_seeds,
+        "other tokens after the sleep",
     ),
     "zeros in vLLM, aliased": Fault(
         "aliased_weights", _SYNC, "run", _nothing, "log-probs of the engine (rollout)"

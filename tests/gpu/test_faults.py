@@ -12,7 +12,7 @@ from gpu_parts.report import FAILED, PASSED, Report
 
 from rlhf_mc import platform
 
-NOT_HERE = {"sleep", "sleep_graphs", "sglang", "sglang_sleep"}
+NOT_HERE = {"sleep_graphs", "sglang", "sglang_sleep"}
 """Parts that need a GPU, or SGLang: tests/dist/test_sglang.py has the fault of `sglang`."""
 
 pytestmark = pytest.mark.dist

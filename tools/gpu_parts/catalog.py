@@ -167,7 +167,7 @@ PARTS = (
         "sleep",
         "rollout_parts",
         "vLLM's sleep: memory released, the same tokens afterwards",
-        ("cuda", *VLLM),
+        VLLM,
     ),
     Part(
         "sleep_graphs",

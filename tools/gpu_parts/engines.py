@@ -217,6 +217,7 @@ def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict
         engine_layouts(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20
     )
     tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
+    assert dist.group.WORLD is not None
     execute(plan.for_rank(dist.get_rank()), local, tensors, PointToPoint(dist.group.WORLD))
     return tensors
 

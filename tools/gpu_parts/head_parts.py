@@ -55,12 +55,12 @@ class _Head:
         hidden = sizes.head_hidden
         world = dist.get_world_size()
         columns = padded_vocab_size(vocab, world) // world
-        on_device = {"device": platform.device()}
-        draw = torch.Generator(**on_device).manual_seed(1)
-        states = torch.randn(num_tokens, hidden, generator=draw, dtype=dtype, **on_device)
-        targets = torch.randint(vocab, (num_tokens,), generator=draw, **on_device)
-        draw = torch.Generator(**on_device).manual_seed(2 + dist.get_rank())
-        weight = torch.empty(columns, hidden, dtype=dtype, **on_device).normal_(
+        device = platform.device()
+        draw = torch.Generator(device).manual_seed(1)
+        states = torch.randn(num_tokens, hidden, generator=draw, dtype=dtype, device=device)
+        targets = torch.randint(vocab, (num_tokens,), generator=draw, device=device)
+        draw = torch.Generator(device).manual_seed(2 + dist.get_rank())
+        weight = torch.empty(columns, hidden, dtype=dtype, device=device).normal_(
             std=2.0 / hidden**0.5, generator=draw
         )
         weight[max(0, vocab - dist.get_rank() * columns) :] = 0.0  # padding

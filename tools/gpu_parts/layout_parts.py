@@ -147,7 +147,7 @@ def train(size: dict[str, Any], layout: Layout) -> Trained:
         "lr": 5e-3,
         "eps": 1e-3,
     }  # a large eps keeps Adam smooth where a gradient is all but zero
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "actor": {"optim": optim, "megatron": {"dtype": "float32", **layout.actor}},
         "critic": {"optim": optim, "megatron": layout.critic},
         "ref": {"megatron": layout.ref},

@@ -208,7 +208,7 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     sync = WeightSync(plan, rank, "off")
     planned = time.perf_counter() - begin
     draw = torch.Generator(platform.device()).manual_seed(rank)
-    empty = {"dtype": torch.bfloat16, "device": platform.device()}
+    empty: dict[str, Any] = {"dtype": torch.bfloat16, "device": platform.device()}
     source = {
         key: torch.empty(size, **empty).normal_(generator=draw)
         for key, size in training[rank].shapes.items()

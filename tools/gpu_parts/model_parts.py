@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +94,8 @@ def _compare_families(report: Report, sizes: Sizes, dtype: str) -> None:
         for family, extra in sizes.families.items():
             keys = {**sizes.model, **extra}
             # transformers writes on rank 0 alone.
-            checkpoint = on_rank_0(
-                lambda f=family, k=keys: str(make_checkpoint(directory / f, f, **k))
-            )
+            make = functools.partial(make_checkpoint, directory / family, family, **keys)
+            checkpoint = str(on_rank_0(make))
             for role in ("actor", "critic") if family == "qwen2" else ("actor",):
                 for layout, settings in (layouts | _further_layouts(family, role)).items():
                     name = f"{family}_{role}" + (f"_{layout}" if layout else "")
@@ -226,11 +227,8 @@ def _by_megatron(
     engine.backward(
         batch, my_micro_batches(engine, batch, job.budget), objective(engine, batch, job.mode)
     )
-    grads = {
-        name: param.main_grad
-        for name, param in engine.named_parameters().items()
-        if param.requires_grad
-    }
+    params: Mapping[str, Any] = engine.named_parameters()
+    grads = {name: param.main_grad for name, param in params.items() if param.requires_grad}
     attention = "transformer_engine" if engine.chunks[0].qkv_format == "thd" else "torch"
     return Computed(log_probs, logical_tensors(engine, grads), attention)
 

@@ -4,6 +4,7 @@ second."""
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
@@ -134,7 +135,7 @@ def throughput(report: Report, sizes: Sizes) -> None:
         sheet = measure.data_sheet_flops()
         shares: dict[str, float] = {}
         for name, (action, passes) in actions.items():
-            seconds = measure.seconds(lambda a=action: a(engine, batch, micro_batches))
+            seconds = measure.seconds(functools.partial(action, engine, batch, micro_batches))
             flops = passes * forward_flops(engine.shape, lens, responses).total / seconds
             shares[name] = flops / (sheet or peak)
             report.record(

@@ -4,6 +4,8 @@ asynchronous save."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -109,7 +111,8 @@ def _gradient(engine: ModelEngine, batch: RaggedBatch) -> list[torch.Tensor]:
     engine.backward(
         batch, my_micro_batches(engine, batch, BUDGET), objective(engine, batch, "token-mean")
     )
-    return [param.main_grad.clone() for param in engine.named_parameters().values()]
+    params: Iterable[Any] = engine.named_parameters().values()
+    return [param.main_grad.clone() for param in params]
 
 
 def _relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
