@@ -196,9 +196,11 @@ def test_guess_number(quickstart_overrides: list[str], tmp_path: Path) -> None:
         for row in rows:
             assert 1 < row["num_turns/mean"] < row["num_turns/max"] == 4
             assert row["environment/failed_calls"] == 0
-            assert row["reward_extra/arithmetic/guesses_left"] == pytest.approx(
-                4 - row["num_turns/mean"]
-            )
+            if name == "environment" or row["response_length/clip_ratio"] == 0:
+                # an agent whose game is cut off posts no number of guesses
+                assert row["reward_extra/arithmetic/guesses_left"] == pytest.approx(
+                    4 - row["num_turns/mean"]
+                )
             assert row["response_length/mean"] <= 4 * row["num_turns/mean"]  # drawn tokens alone
             assert row["training/rollout_probs_diff_max"] < 1e-4
         assert "val-aux/arithmetic/guesses_left/mean@1" in rows[-1]
