@@ -9,6 +9,7 @@ setup(
     description="PPO for language models on Megatron-Core and in-process vLLM, without Ray",
     packages=find_packages(include=["rlhf_mc", "rlhf_mc.*"]),
     package_data={
+        "rlhf_mc.health": ["rules.yaml"],  # the health rules
         "rlhf_mc.observability": ["metrics.yaml"],  # the declarations of metrics
         "rlhf_mc.report": ["assets/*"],  # the report's template
         "rlhf_mc.verl": ["table.yaml"],  # what becomes of verl's settings

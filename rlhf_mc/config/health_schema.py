@@ -1,6 +1,6 @@
 """The settings of the health rules: some bounds, patience, and the response to each rule.
-health/conditions.py has the other bounds; what each rule means, and which setting to turn, is in
-health/rules.py. No torch here.
+health/rules.yaml has the other bounds, the meaning of each rule, and the setting to turn. No torch
+here.
 """
 
 from __future__ import annotations

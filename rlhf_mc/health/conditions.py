@@ -1,13 +1,13 @@
 """The conditions of the health rules: functions of a step's metrics and of the steps before.
-health/rules.py has the rules with their texts. Pure Python.
+health/rules.yaml has the rules, with the conditions that are bounds alone. Pure Python.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,30 +18,16 @@ SCORE = "critic/score/mean"
 HIGHEST = "critic/score/max"
 LOWEST = "critic/score/min"
 ENTROPY = "actor/entropy"
-PPO_KL = "actor/ppo_kl"
 REF_KL = ("actor/reward_kl_penalty", "actor/controlled_kl", "actor/kl_loss")
-THROUGHPUT = "perf/throughput"
-TURNS = "num_turns/mean"
-GRAD_NORMS = ("actor/grad_norm", "critic/grad_norm")
-_STORED = (SCORE, ENTROPY, THROUGHPUT, TURNS, *GRAD_NORMS)
-"""Metrics whose earlier values rules read."""
 _FEWEST = 5
 """Earlier steps that a median needs, or health.window if that is smaller."""
 _FAR = 1.0
 """KL to the reference of a collapsed policy, nats per token, at least."""
 TAIL = 10.0
 """Bound of the 99th percentile of log-prob differences, as a multiple of the mean's."""
-GRAD_NORM_GROWTH = 10.0
-"""Growth of a gradient norm over its median that is taken for instability."""
-ENTROPY_LEFT = 0.5
-"""Share of its median that the entropy should keep."""
 COLLAPSE = 10.0
 """health.entropy_min divided by the entropy of a policy that gives one answer. A policy that had
 less than entropy_min in the first step has not collapsed."""
-VF_CLIPFRAC_MAX = 0.05
-"""Share of tokens whose value may be clipped."""
-EXPLAINED_VARIANCE_MIN = 0.0
-"""Explained variance of a critic that predicts no better than a constant."""
 REWARD_WINDOWS = 5
 """Windows over which reward_flat looks for a trend of the mean score."""
 SATURATED_SHARE = 0.99
@@ -49,16 +35,6 @@ SATURATED_SHARE = 0.99
 saturated."""
 EQUAL_GROUPS_MAX = 0.9
 """Share of prompts whose responses may all score the same."""
-THROUGHPUT_LEFT = 0.5
-"""Share of its median that the throughput should keep."""
-IDLE_SHARE_MAX = 0.1
-"""Share of the replicas' time that may be spent waiting for the slowest one."""
-FAILED_CALLS_MAX = 0.1
-"""Share of the calls of environments and tools that may fail."""
-TURNS_LEFT = 0.5
-"""Share of its median that the number of turns should keep."""
-MEMORY_MAX = 0.95
-"""Share of the memory that may be used: of the device, or on a CPU of the machine."""
 
 
 @dataclass(frozen=True)
@@ -89,26 +65,26 @@ class MetricHistory:
 
     def __init__(self, length: int) -> None:
         """length: number of steps that are stored."""
-        self._series: dict[str, deque[float]] = {key: deque(maxlen=length) for key in _STORED}
+        self._series: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=length))
         self.first: dict[str, float] = {}
-        """The first finite value of each stored metric."""
+        """The first finite value of each metric."""
         self.lowest_score = math.inf
         """Lowest score of any response so far."""
         self.highest_score = -math.inf
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step."""
-        for key, series in self._series.items():
-            if key in metrics and math.isfinite(metrics[key]):
-                series.append(metrics[key])
-                self.first.setdefault(key, metrics[key])
+        for key, value in metrics.items():
+            if math.isfinite(value):
+                self._series[key].append(value)
+                self.first.setdefault(key, value)
         if math.isfinite(low := metrics.get(LOWEST, math.nan)):
             self.lowest_score = min(self.lowest_score, low)
         if math.isfinite(high := metrics.get(HIGHEST, math.nan)):
             self.highest_score = max(self.highest_score, high)
 
     def last(self, key: str, count: int) -> list[float]:
-        """Return up to `count` of the last values of a stored metric."""
+        """Return up to `count` of the last finite values of a metric."""
         return list(self._series[key])[-count:]
 
 
@@ -127,35 +103,26 @@ class Observed:
         return value if value is not None and math.isfinite(value) else None
 
     def before(self, key: str) -> list[float] | None:
-        """Return the values of a stored metric in the window before; None if there are too
+        """Return the finite values of a metric in the window before; None if there are too
         few."""
         values = self.history.last(key, self.cfg.window)
         return values if len(values) >= min(_FEWEST, self.cfg.window) else None
 
-    def above(self, bound: str | float, *keys: str) -> Violation | None:
-        """Return the first of the metrics that is above its bound, a setting of health or a
-        number."""
-        return self._outside("above", bound, keys)
-
-    def below(self, bound: str | float, *keys: str) -> Violation | None:
-        """Return the first of the metrics that is below its bound, a setting of health or a
-        number."""
-        return self._outside("below", bound, keys)
-
-    def _outside(self, side: Side, bound: str | float, keys: tuple[str, ...]) -> Violation | None:
-        number, setting = (
-            (getattr(self.cfg, bound), f"health.{bound}") if isinstance(bound, str) else (bound, "")
-        )
-        for key in keys:
+    def outside(self, side: Side, bounds: Mapping[str, str | float]) -> Violation | None:
+        """Return the first of the metrics that is on this side of its bound, a setting of health
+        or a number."""
+        for key, bound in bounds.items():
+            setting = f"health.{bound}" if isinstance(bound, str) else ""
+            number = getattr(self.cfg, bound) if isinstance(bound, str) else bound
             value = self.get(key)
             if value is not None and _is_beyond(side, value, number):
                 return Violation(key, value, f"{side} {number:g}", setting)
         return None
 
-    def beyond_median(self, side: Side, factor: float, *keys: str) -> Violation | None:
-        """Return the first of the metrics that is above, or below, `factor` times its median over
+    def beyond_median(self, side: Side, factors: Mapping[str, float]) -> Violation | None:
+        """Return the first of the metrics that is above, or below, its factor times its median over
         the window before."""
-        for key in keys:
+        for key, factor in factors.items():
             value = self.get(key)
             before = self.before(key)
             if value is None or before is None:
@@ -181,7 +148,7 @@ def not_finite(seen: Observed) -> Violation | None:
 
 
 def policy_collapsed(seen: Observed) -> Violation | None:
-    violation = seen.below(seen.cfg.entropy_min / COLLAPSE, ENTROPY)
+    violation = seen.outside("below", {ENTROPY: seen.cfg.entropy_min / COLLAPSE})
     started = seen.history.first
     score = seen.get(SCORE)
     if violation is None or score is None or ENTROPY not in started or SCORE not in started:
@@ -245,7 +212,8 @@ def reward_saturated(seen: Observed) -> Violation | None:
 def equal_groups(seen: Observed) -> Violation | None:
     if not seen.traits.compares_groups:
         return None
-    return seen.above(EQUAL_GROUPS_MAX, "train/dropped_groups_ratio", "train/equal_groups_ratio")
+    ratios = ("train/dropped_groups_ratio", "train/equal_groups_ratio")
+    return seen.outside("above", dict.fromkeys(ratios, EQUAL_GROUPS_MAX))
 
 
 def rollout_mismatch(seen: Observed) -> Violation | None:
@@ -257,3 +225,18 @@ def rollout_mismatch(seen: Observed) -> Violation | None:
         if value is not None and value > limit:
             return Violation(key, value, f"above {limit:.3g}", "trainer.max_rollout_logprob_diff")
     return None
+
+
+CONDITIONS: dict[str, Callable[[Observed], Violation | None]] = {
+    function.__name__: function
+    for function in (
+        not_finite,
+        policy_collapsed,
+        reward_constant,
+        reward_flat,
+        reward_saturated,
+        equal_groups,
+        rollout_mismatch,
+    )
+}
+"""By the name of the rule."""

@@ -1,5 +1,5 @@
 """Write docs/metrics.md and docs/health.md from rlhf_mc/observability/metrics.yaml and
-rlhf_mc/health/rules.py.
+rlhf_mc/health/rules.yaml.
 
 python tests/checks/metrics_page.py
 """
@@ -55,7 +55,7 @@ others](reliability.md#responses-to-health-rules). A symptom must last for the s
 column: `health.patience` (5), or `health.window` (20) where one step says little. A run that
 resumes continues the counts by the rows of `metrics.jsonl`; without that file they begin anew.
 
-`python tests/checks/metrics_page.py` writes this page from `rlhf_mc/health/rules.py`.
+`python tests/checks/metrics_page.py` writes this page from `rlhf_mc/health/rules.yaml`.
 """
 HEALTH_TAIL = """\
 **Bounds.** Those of `actor/ppo_kl` (0.03) and of `critic/vf_clipfrac` (0.05) are of tuning notes
@@ -96,7 +96,7 @@ def _health() -> str:
 def _rule(rule: HealthRule) -> str:
     """Return the row of a rule, with the default of each bound."""
     defaults = HealthConfig()
-    condition = rule.condition
+    condition = rule.condition or _condition(rule)
     bounds = [name for name, value in vars(defaults).items() if isinstance(value, int | float)]
     for name in sorted(bounds, key=len, reverse=True):
         condition = re.sub(
@@ -113,6 +113,19 @@ def _rule(rule: HealthRule) -> str:
         f"| {_with_code(condition)} | {count} | {meaning} | {_with_code(rule.setting)} | "
         f"{response} |"
     )
+
+
+def _condition(rule: HealthRule) -> str:
+    """Return the bounds of a rule, which are the same for all its metrics, in words."""
+    sides = {
+        "above {}": rule.above,
+        "below {}": rule.below,
+        "above {} times its median over the window before": rule.above_median,
+        "below {} times its median over the window before": rule.below_median,
+    }
+    ((words, bounds),) = ((words, bounds) for words, bounds in sides.items() if bounds)
+    (bound,) = set(bounds.values())
+    return f"{' or '.join(bounds)} {words.format(bound)}"
 
 
 def _with_code(text: str) -> str:

@@ -83,7 +83,7 @@ def thrown_off(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory
             "trainer.max_rollout_logprob_diff=1e-9",
         ],
         change="checked",
-        bounds={"health.rules.MEMORY_MAX": 0.001},
+        rule_bounds={"memory_near_limit": 0.001},
     )
     result: dict[str, Any] = found
     return result
@@ -132,7 +132,8 @@ def broken(
             "algorithm.kl_ctrl.type=fixed",
         ],
         change="nan reference",
-        bounds={"health.rules.IDLE_SHARE_MAX": 0.0, "setup.build.MOST_CONSECUTIVE": 100},
+        bounds={"setup.build.MOST_CONSECUTIVE": 100},
+        rule_bounds={"replicas_unbalanced": 0.0},
     )
     return found
 
