@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ _BACK_TO = "rolled_back_to"
 class _Count:
     """The steps in which a rule has held."""
 
+    violation: Violation | None = None
+    """Of the last of them."""
     consecutive: int = 0
     total: int = 0
     """Steps in which the rule counted."""
@@ -77,11 +79,11 @@ class Event:
 class StepHealth:
     """The health of one step."""
 
-    num_active: int
+    num_active: int = 0
     """Rules that count in this step."""
-    is_healthy: bool
+    is_healthy: bool = True
     """No rule holds that rules out a roll-back to the step's weights (HealthRule.harms_policy)."""
-    acting: tuple[Event, ...]
+    acting: tuple[Event, ...] = ()
     """The rules whose response is more than a warning."""
 
 
@@ -104,7 +106,6 @@ class Monitor:
         self._history = MetricHistory(REWARD_WINDOWS * cfg.window)
         self._rules = [rule for rule in RULES if rule.response(cfg) != "disable"]
         self._counts = {rule.name: _Count() for rule in self._rules}
-        self._violations: dict[str, Violation] = {}
         self._acting: set[str] = set()
         """Rules whose action is in health.jsonl since they began to count."""
         self._is_replaying = False
@@ -131,16 +132,16 @@ class Monitor:
                 continue
             is_healthy = is_healthy and not rule.harms_policy
             count.consecutive += 1
-            self._violations[rule.name] = violation
+            count.violation = violation
             if count.consecutive < rule.steps_needed(self._cfg):
                 continue
             num_active += 1
-            self._add(rule, count, step, violation)
-            if (action := rule.response(self._cfg)) not in ("note", "warn"):
-                text = _line(step, rule, violation, count.consecutive)
-                acting.append(Event(step, rule, violation, "acts", action, count.consecutive, text))
+            event = self._event("acts", step, rule, violation, count.consecutive)
+            self._add(event, count)
+            if event.action not in ("note", "warn"):
+                acting.append(event)
                 if rule.name not in self._acting:
-                    self._emit(acting[-1])
+                    self._emit(event)
         self._acting = set() if self._is_replaying else {event.rule.name for event in acting}
         self._history.add(metrics)
         return StepHealth(num_active, is_healthy, tuple(acting))
@@ -157,48 +158,43 @@ class Monitor:
                 )
                 self._print(f"health: {rule.name}: in {count.total} of {step} steps, {span}")
 
-    def _add(self, rule: HealthRule, count: _Count, step: int, violation: Violation) -> None:
+    def _add(self, event: Event, count: _Count) -> None:
         """Count a step of a rule that has held for long enough. Print the full line for the run's
         first such step, and a short one after 10, 100, 1000, ... steps."""
+        rule = event.rule
         count.total += 1
-        count.first = count.first or step
-        count.last = step
-        begins = count.consecutive == rule.steps_needed(self._cfg)
-        text = _line(step, rule, violation, count.consecutive)
-        if begins:
-            self._emit(
-                Event(
-                    step,
-                    rule,
-                    violation,
-                    "begins",
-                    rule.response(self._cfg),
-                    count.consecutive,
-                    text,
-                )
-            )
-        if rule.response(self._cfg) == "note":
+        count.first = count.first or event.step
+        count.last = event.step
+        if event.count == rule.steps_needed(self._cfg):
+            self._emit(replace(event, event="begins"))
+        if event.action == "note":
             return
         if count.total == 1:
-            self._print(text)
+            self._print(event.text)
             self._print(f"  {rule.meaning}; {rule.setting}")
         elif math.log10(count.total).is_integer():
             since = f"in {count.total} steps since {count.first}"
-            self._print(
-                f"health: step {step}: {rule.name} {since}: {violation.metric} is "
-                f"{violation.value:.3g}"
-            )
+            value = f"{event.violation.metric} is {event.violation.value:.3g}"
+            self._print(f"health: step {event.step}: {rule.name} {since}: {value}")
 
     def _end(self, rule: HealthRule, count: _Count, step: int) -> None:
-        if count.consecutive >= rule.steps_needed(self._cfg):
+        if count.violation is not None and count.consecutive >= rule.steps_needed(self._cfg):
             text = f"health: step {step}: {rule.name} ends after {count.consecutive} steps"
-            violation = self._violations[rule.name]
-            self._emit(
-                Event(
-                    step, rule, violation, "ends", rule.response(self._cfg), count.consecutive, text
-                )
-            )
+            event = self._event("ends", step, rule, count.violation, count.consecutive)
+            self._emit(replace(event, text=text))
         count.consecutive = 0
+
+    def _event(
+        self, kind: str, step: int, rule: HealthRule, violation: Violation, consecutive: int
+    ) -> Event:
+        """Return an event of a rule that has held for so many steps, with the violation as one
+        line."""
+        lasting = f", for {consecutive} steps" if consecutive > 1 else ""
+        text = (
+            f"health: step {step}: {rule.name}: {violation.metric} is {violation.value:.3g}, "
+            f"{violation.bound}{lasting}"
+        )
+        return Event(step, rule, violation, kind, rule.response(self._cfg), consecutive, text)
 
     def _emit(self, event: Event) -> None:
         if not self._is_replaying:
@@ -224,12 +220,3 @@ def keep_events_up_to(path: Path, step: int) -> None:
         if (earliest if is_roll_back else row["step"]) <= step:
             lines.append(line)
     durable.replace(path, "".join(reversed(lines)).encode())
-
-
-def _line(step: int, rule: HealthRule, violation: Violation, consecutive: int = 1) -> str:
-    """Return the violation as one line. consecutive: steps in which the rule has held."""
-    lasting = f", for {consecutive} steps" if consecutive > 1 else ""
-    return (
-        f"health: step {step}: {rule.name}: {violation.metric} is {violation.value:.3g}, "
-        f"{violation.bound}{lasting}"
-    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +15,7 @@ from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import Config
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.health.conditions import RunTraits
-from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
-from rlhf_mc.health.rules import RULES
+from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor, StepHealth
 from rlhf_mc.observability.sinks import append_line, best_effort
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import print_line
@@ -30,16 +29,6 @@ RollBack = Callable[[], int | None]
 changed, if it has none."""
 
 
-@dataclass(frozen=True)
-class Health:
-    """The health of a step, the same on every rank."""
-
-    is_healthy: bool = True
-    """No metric of the step speaks against a roll-back to the weights after it."""
-    acting: tuple[tuple[str, str], ...] = ()
-    """Rules whose response is more than a warning: name, and the line on what the metrics show."""
-
-
 class HealthWatch:
     """The health of a run. Every rank must call each method."""
 
@@ -50,12 +39,10 @@ class HealthWatch:
         self._directory = Path(run.config.trainer.default_local_dir)
         self._run_id = run_id
         self._monitor: Monitor | None = None
-        self._acting: tuple[Event, ...] = ()
-        """On rank 0, the rules of `last` whose response is more than a warning."""
-        self.last = Health()
-        """The health of the last complete step. At the start of a run the response stop does not
-        count: the user has answered it by starting the run again. A run that was killed between a
-        step and another response makes up for it."""
+        self.last = StepHealth()
+        """The health of the last complete step, the same on every rank. At the start of a run the
+        response stop does not count: the user has answered it by starting the run again. A run that
+        was killed between a step and another response makes up for it."""
         if not self._cfg.enable:
             return
         if run.groups.rank == 0:
@@ -67,43 +54,32 @@ class HealthWatch:
                 self.last = self._replay(self._monitor, after_step)
         self.last = gather_objects(self.last)[0]
 
-    def _replay(self, monitor: Monitor, after_step: int) -> Health:
+    def _replay(self, monitor: Monitor, after_step: int) -> StepHealth:
         """Count the steps of metrics.jsonl up to a step again. Return the health of that step."""
-        health = Health()
+        health = StepHealth()
         for _, row in read_rows(self._directory / METRICS_FILE):
             if 0 < row["step"] <= after_step:
-                step_health = monitor.replay(row["step"], numeric_metrics(row))
-                acting = [
-                    (event.rule.name, event.text)
-                    for event in step_health.acting
-                    if event.action != "stop"
-                ]
-                health = Health(step_health.is_healthy, tuple(acting))
-                self._acting = step_health.acting
-        return health
+                health = monitor.replay(row["step"], numeric_metrics(row))
+        acting = tuple(event for event in health.acting if event.action != "stop")
+        return replace(health, acting=acting)
 
     def step_done(self, state: StepState) -> None:
         """Check the rules on the metrics of a complete step, and add the metric of their number.
         The run has not acted on them yet."""
         if not self._cfg.enable:
             return
-        health = Health()
-        num_active = 0
+        health = StepHealth()
         if self._monitor is not None:
-            step_health = self._monitor.step(state.step, state.metrics)
-            self._acting = step_health.acting
-            num_active = step_health.num_active
-            acting = tuple((event.rule.name, event.text) for event in step_health.acting)
-            health = Health(step_health.is_healthy, acting)
-        self.last, state.metrics["health/num_active"] = gather_objects((health, num_active))[0]
+            health = self._monitor.step(state.step, state.metrics)
+        self.last = gather_objects(health)[0]
+        state.metrics["health/num_active"] = self.last.num_active
 
-    def rolled_back(self, rule: str, to: int) -> None:
+    def rolled_back(self, event: Event, to: int) -> None:
         """Record in health.jsonl that a rule of the last complete step has rolled the run back to a
         step. A resume from that step keeps the record."""
-        for event in self._acting:
-            if event.rule.name == rule:
-                text = f"{event.text}; rolled back to step {to}"
-                self._write(replace(event, event=ROLLED_BACK, text=text, rolled_back_to=to))
+        if self._monitor is not None:
+            text = f"{event.text}; rolled back to step {to}"
+            self._write(replace(event, event=ROLLED_BACK, text=text, rolled_back_to=to))
 
     def close(self, step: int) -> None:
         """Print how often each rule counted, after the last step."""
@@ -146,25 +122,21 @@ def act(
     back" if the run is to resume from an earlier step. Raise Unhealthy for the response stop, and
     where a roll-back is impossible. Every rank must call it."""
     cfg = run.config.health
-    rules = {rule.name: rule for rule in RULES}
-    changes = {
-        rules[name].response(cfg): (name, text.removeprefix("health: "))
-        for name, text in reversed(health.last.acting)
-    }
+    changes = {event.action: event for event in reversed(health.last.acting)}
+    reasons = {action: event.text.removeprefix("health: ") for action, event in changes.items()}
     if "stop" in changes:
-        name, text = changes["stop"]
-        rule = rules[name]
+        rule = changes["stop"].rule
         line = (
-            f"{text}: {rule.meaning}; {rule.setting}; the response to {name} is stop: nothing is "
-            "exported"
+            f"{reasons['stop']}: {rule.meaning}; {rule.setting}; the response to {rule.name} is "
+            "stop: nothing is exported"
         )
         raise Unhealthy(line, saves=True)
     if "roll_back" in changes:
-        name, text = changes["roll_back"]
-        health.rolled_back(name, to=roll_back(run, roll_back_checkpoints, step, text))
+        start = roll_back(run, roll_back_checkpoints, step, reasons["roll_back"])
+        health.rolled_back(changes["roll_back"], to=start)
         return "rolled back"
     if "fixed_kl_coef" in changes:
-        fix_kl_coef(cfg, run.adjustments, step, changes["fixed_kl_coef"][1])
+        fix_kl_coef(cfg, run.adjustments, step, reasons["fixed_kl_coef"])
     return "continues"
 
 
