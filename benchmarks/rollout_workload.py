@@ -130,7 +130,7 @@ class Prompts:
 
 
 class NoScores:
-    """In place of trainer/scores.py's ScoreStream: no response is scored."""
+    """In place of rewards/manager.py's ScoreStream: no response is scored."""
 
     def __init__(self, *args: Any) -> None:
         pass

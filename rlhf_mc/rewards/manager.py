@@ -1,10 +1,15 @@
-"""The scoring of responses by worker processes, while the rank runs other phases."""
+"""The scoring of responses by worker processes, while responses are generated and other phases
+run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.environment_schema import EnvironmentConfig
 from rlhf_mc.config.errors import LostProcessError, UserError
@@ -25,7 +30,8 @@ from rlhf_mc.rewards.returned import Names
 from rlhf_mc.rewards.scoring import custom_score_name
 from rlhf_mc.rewards.worker import Worker
 from rlhf_mc.runtime.console import print_line
-from rlhf_mc.runtime.work import working
+from rlhf_mc.runtime.work import count, working
+from rlhf_mc.topology.consensus import gather_results
 
 Scores = list[Score]
 _COUNT_SECONDS = 0.5
@@ -253,3 +259,167 @@ class RewardManager:
                 "far on this rank)"
             )
         return Score(default, {DEFAULT: default}, failure=MASKED if is_masked else failure.kind)
+
+
+class SpecialTokenTexts:
+    """The texts of responses for the parts of the score that read special tokens, which other parts
+    do not see."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, special_tokens: Mapping[str, Sequence[str] | None]
+    ) -> None:
+        """special_tokens: as of RewardManager."""
+        self._tokenizer = tokenizer
+        numbers = {
+            token.content: number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
+        self.read = {
+            part: [text for text in numbers if tokens is None or text in tokens]
+            for part, tokens in special_tokens.items()
+        }
+        """By part the special tokens of the tokenizer that it reads."""
+        self._left_out = {
+            part: {number for text, number in numbers.items() if text not in read}
+            for part, read in self.read.items()
+            if read
+        }
+
+    def of(self, parts: Iterable[str], token_ids: Sequence[int]) -> dict[str, str]:
+        """Return the text of a response for each of these parts that reads special tokens."""
+        texts = {}
+        for part in self._left_out.keys() & parts:
+            tokens = [token for token in token_ids if token not in self._left_out[part]]
+            texts[part] = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return texts
+
+
+class ScoreStream:
+    """The scores of responses that are submitted to reward workers as they end, while others are
+    generated. Each response has a number, and is scored by exactly one rank."""
+
+    def __init__(
+        self,
+        rewards: RewardManager,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Prompt],
+        training: bool = True,
+    ) -> None:
+        """prompts: of each response, by its number. training: see RewardManager.submit."""
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._training = training
+        self._special = SpecialTokenTexts(tokenizer, rewards.special_tokens)
+        self._numbers: list[int] = []
+        self._unsubmitted: dict[int, Sequence[int]] = {}
+        """Ended responses that wait to be scored together with others."""
+        self.episodes: dict[int, Episode] = {}
+        """Episodes of responses not yet submitted, where there is an environment."""
+        self._pending = rewards.submit([], [], training)
+        self._scores: list[Score] | None = None
+
+    def submit(self, responses: Mapping[int, Sequence[int]], others_follow: bool = False) -> None:
+        """Submit the tokens of responses to this rank's workers, by number. With others_follow,
+        responses wait for others in two cases: for an async function or an endpoint, which score
+        several at a time, while the workers are busy; for a function that takes all rows in one
+        call, always."""
+        self._unsubmitted |= responses
+        waits = self._rewards.is_batched or (
+            self._rewards.scores_together and self._pending.is_busy
+        )
+        if not self._unsubmitted or (others_follow and waits):
+            return
+        # In the order in which they have ended, in parts that depend on time: a worker's rows do
+        # not.
+        numbers = sorted(self._unsubmitted) if self._rewards.is_batched else list(self._unsubmitted)
+        prompts = [self._prompts[number] for number in numbers]
+        decode = self._tokenizer.batch_decode
+        tokens = [list(self._unsubmitted[number]) for number in numbers]
+        texts = decode(tokens, skip_special_tokens=True)
+        special = [
+            self._special.of(self._rewards.parts(prompt, self._training), token_ids)
+            for prompt, token_ids in zip(prompts, tokens, strict=True)
+        ]
+        prompt_texts = None
+        if self._rewards.needs_prompts:
+            prompt_texts = decode(
+                [prompt.token_ids for prompt in prompts], skip_special_tokens=True
+            )
+        self._unsubmitted.clear()
+        self._numbers += numbers
+        episodes = [self.episodes.pop(number, None) for number in numbers]
+        self._rewards.submit(
+            prompts, texts, self._training, prompt_texts, self._pending, episodes, special
+        )
+
+    def select(self, numbers: Sequence[int]) -> None:
+        """Number these responses 0, 1, ... in this order. No other response has been or may be
+        submitted."""
+        new = {number: i for i, number in enumerate(numbers)}
+        self._prompts = [self._prompts[number] for number in numbers]
+        self._numbers = [new[number] for number in self._numbers]
+        self._unsubmitted = {new[number]: tokens for number, tokens in self._unsubmitted.items()}
+        self.episodes = {
+            new[number]: self.episodes[number] for number in self.episodes.keys() & new.keys()
+        }
+
+    def collect(self) -> list[Score]:
+        """Return the scores of all responses on every rank. Raise UserError on all ranks if a
+        response on any cannot be scored. Every rank must call it; a second time any may."""
+        if self._scores is not None:
+            return self._scores
+        count(responses=len(self._numbers))
+
+        def result() -> dict[int, Score]:
+            start = time.perf_counter()
+            local = self._pending.result()
+            count(reward_seconds=time.perf_counter() - start)
+            return dict(zip(self._numbers, local, strict=True))
+
+        by_number: dict[int, Score] = {}
+        for part in gather_results(result):
+            by_number |= part
+        assert len(by_number) == len(self._prompts), (
+            f"{len(by_number)} scores of {len(self._prompts)} responses"
+        )
+        self._scores = self._pending.names.limit(
+            [by_number[number] for number in range(len(self._prompts))]
+        )
+        return self._scores
+
+    def hidden_seconds(self) -> float:
+        """Return the seconds since the first submission, or up to the last score, in which the rank
+        did other work."""
+        return self._pending.seconds_until(time.perf_counter())
+
+
+class GroupScores:
+    """The scores of groups when a step trains on some of them. A response waits until the step is
+    certain to train on its group: each trained response is scored exactly once. Each ended response
+    is on one rank."""
+
+    def __init__(self, stream: ScoreStream, n: int, first: int = 0) -> None:
+        """n: responses of a group. stream: response i of group g has number first + g * n + i."""
+        self._stream = stream
+        self._n = n
+        self._first = first
+        self._waiting: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
+
+    def add(
+        self, group: int, response: int, token_ids: Sequence[int], episode: Episode | None = None
+    ) -> None:
+        """Add a response that has ended. episode: what its environment gave."""
+        number = self._first + group * self._n + response
+        self._waiting[group][number] = token_ids
+        if episode is not None:
+            self._stream.episodes[number] = episode
+
+    def submit(self, is_taken: np.ndarray) -> None:
+        """Submit the waiting responses of taken groups to this rank's workers. is_taken: [groups]
+        bool."""
+        ready: dict[int, Sequence[int]] = {}
+        for group in sorted(self._waiting.keys() & set(np.flatnonzero(is_taken).tolist())):
+            ready |= self._waiting.pop(group)
+        self._stream.submit(ready, others_follow=True)

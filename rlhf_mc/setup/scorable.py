@@ -18,12 +18,11 @@ from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.data.prompts import NAMED
 from rlhf_mc.data.tokenizer import THINK_TAGS
-from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.manager import RewardManager, SpecialTokenTexts
 from rlhf_mc.rewards.mixture import check_sources
 from rlhf_mc.rewards.registry import RULES
 from rlhf_mc.runtime.console import global_rank, print_line
 from rlhf_mc.topology.consensus import gather_objects, my_share
-from rlhf_mc.trainer.scores import SpecialTokenTexts
 from rlhf_mc.trainer.teachers import check_taught
 
 _READ_TOGETHER = 1000

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, Responses
+from rlhf_mc.rewards.manager import GroupScores, ScoreStream
 from rlhf_mc.rewards.results import Score, turn_counts
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.run_directory import ownership
@@ -30,7 +31,6 @@ from rlhf_mc.trainer.pool.generate import (
 )
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import keep_samples
-from rlhf_mc.trainer.scores import GroupScores, ScoreStream
 from rlhf_mc.trainer.step_state import StepState
 
 

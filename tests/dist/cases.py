@@ -27,7 +27,7 @@ from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.patching import replaced
 from rlhf_mc.reshard import weight_sync
-from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.manager import RewardManager, ScoreStream
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -36,7 +36,6 @@ from rlhf_mc.topology.consensus import gather_objects, gather_results
 from rlhf_mc.trainer import lifecycle, loop, start_table, step_state
 from rlhf_mc.trainer.pool import generate
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import ScoreStream
 
 
 @contextlib.contextmanager

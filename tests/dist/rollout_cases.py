@@ -34,7 +34,7 @@ from rlhf_mc.environments.environment_manager import EnvironmentManager
 from rlhf_mc.environments.journal import ObservationJournal
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.patching import replaced
-from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.manager import RewardManager, ScoreStream
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
@@ -44,7 +44,6 @@ from rlhf_mc.rollout.work_sharing import CLOCKS, Clock, VirtualClock
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import evaluate, logprob_check, loop, step_state
-from rlhf_mc.trainer.scores import ScoreStream
 
 
 @contextlib.contextmanager

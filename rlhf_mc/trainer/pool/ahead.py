@@ -16,7 +16,8 @@ from rlhf_mc.runtime.heartbeat import await_all_ranks
 from rlhf_mc.topology.consensus import gather_vectors, on_every_rank
 from rlhf_mc.trainer.log_probs import log_probs, teacher_log_probs
 from rlhf_mc.trainer.pool.generate import wake_weights
-from rlhf_mc.trainer.pool.sampling import GroupSampling, ScoredBatch, add_greedy
+from rlhf_mc.trainer.pool.group_pool import ScoredBatch
+from rlhf_mc.trainer.pool.sampling import GroupSampling, add_greedy
 from rlhf_mc.trainer.pool.strategies import AllGroups, Strategy, choose_strategy, next_position
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import FailedInPool, scores_by_role

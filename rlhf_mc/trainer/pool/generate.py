@@ -27,6 +27,7 @@ from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.environments.turns import Conversations
 from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.rewards.manager import GroupScores
 from rlhf_mc.rollout.base import WEIGHTS, Request, Sampling
 from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.work_sharing import CLOCKS
@@ -34,7 +35,6 @@ from rlhf_mc.runtime.heartbeat import await_all_ranks
 from rlhf_mc.topology.consensus import send_objects
 from rlhf_mc.trainer.pool.group_pool import Group
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import GroupScores
 from rlhf_mc.trainer.step_state import StepState
 
 TRAINING = 0

@@ -11,19 +11,20 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rlhf_mc import json_files
 from rlhf_mc.config.roles import sampling_versions
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.data.batch import NOTHING, Generation, Prompt
+from rlhf_mc.data.batch import NOTHING, Generation, Prompt, RaggedBatch
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.models.router_replay import ExpertReplay
+from rlhf_mc.rewards.manager import ScoreStream
 
-if TYPE_CHECKING:
-    from rlhf_mc.trainer.pool.sampling import ScoredBatch
+ScoredBatch = tuple[list[Prompt], RaggedBatch, ScoreStream]
+"""The prompt of each response, the responses, and their scores to come."""
 
 
 @dataclass(frozen=True, eq=False)

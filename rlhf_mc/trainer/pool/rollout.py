@@ -17,6 +17,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
+from rlhf_mc.rewards.manager import ScoreStream
 from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
@@ -24,7 +25,7 @@ from rlhf_mc.trainer.pool import ahead
 from rlhf_mc.trainer.pool.sampling import sample_groups
 from rlhf_mc.trainer.pool.strategies import off_policy_metrics
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import ScoreStream, await_rewards, record_samples
+from rlhf_mc.trainer.scores import await_rewards, record_samples
 from rlhf_mc.trainer.step_state import StepState
 
 PROGRESS_EVERY = 10

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_mc.config.roles import estimator_needs
-from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
+from rlhf_mc.data.batch import Responses, build_batch
+from rlhf_mc.rewards.manager import GroupScores, ScoreStream
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.trainer.pool.generate import (
     CallPlan,
@@ -17,7 +18,7 @@ from rlhf_mc.trainer.pool.generate import (
     repeat_prompts,
     wake_weights,
 )
-from rlhf_mc.trainer.pool.group_pool import Group
+from rlhf_mc.trainer.pool.group_pool import Group, ScoredBatch
 from rlhf_mc.trainer.pool.strategies import (
     AllGroups,
     PoolStrategy,
@@ -26,11 +27,7 @@ from rlhf_mc.trainer.pool.strategies import (
     next_position,
 )
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import GroupScores, ScoreStream
 from rlhf_mc.trainer.step_state import StepState
-
-ScoredBatch = tuple[list[Prompt], RaggedBatch, ScoreStream]
-"""The prompt of each response, the responses, and their scores to come."""
 
 
 class GroupSampling:

@@ -26,9 +26,9 @@ from rlhf_mc.observability import phase_work
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.phase_table import REST, WIDTH, RankTimes, as_json, as_text, with_rest
 from rlhf_mc.observability.profile import Trace
+from rlhf_mc.rewards.manager import ScoreStream
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.work import count
-from rlhf_mc.trainer import scores
 
 
 def rank(work: float, waiting: float = 0.0, **others: object) -> RankTimes:
@@ -117,7 +117,7 @@ def test_table_fits_80_columns(num_ranks: int) -> None:
         assert any(f"(rank {num_ranks - 1})" in line and "(rank 0)" in line for line in lines)
 
 
-def test_waiting_for_reward_functions_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_reward_functions_is_counted() -> None:
     """Count it in each phase that waits, such as a validation."""
     pending = SimpleNamespace(
         result=lambda: time.sleep(0.05) or [Score(0.5)],
@@ -135,8 +135,7 @@ def test_waiting_for_reward_functions_is_counted(monkeypatch: pytest.MonkeyPatch
     tokenizer = SimpleNamespace(
         batch_decode=lambda rows, skip_special_tokens: [""] * len(rows), added_tokens_decoder={}
     )
-    monkeypatch.setattr(scores, "gather_results", lambda action: [action()])
-    stream = scores.ScoreStream(rewards, tokenizer, [SimpleNamespace()])  # type: ignore[arg-type,list-item]
+    stream = ScoreStream(rewards, tokenizer, [SimpleNamespace()])  # type: ignore[arg-type,list-item]
     stream.submit({0: [2]})
     with phase_work.recorded() as work, phase_work.observed("testing"):
         assert stream.collect() == [Score(0.5)]

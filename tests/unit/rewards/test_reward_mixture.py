@@ -22,12 +22,10 @@ from rlhf_mc.config.reward_schema import (
     RewardConfig,
 )
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.manager import RewardManager, ScoreStream
 from rlhf_mc.rewards.mixture import Mixture, check_sources
 from rlhf_mc.rewards.results import Score, overlong_penalty, penalize_overlong, reward_metrics
 from rlhf_mc.setup.scorable import check_mixture, print_special_tokens
-from rlhf_mc.trainer import scores
-from rlhf_mc.trainer.scores import ScoreStream
 
 Build = Callable[..., RewardManager]
 
@@ -80,7 +78,6 @@ def test_rules_and_functions_see_the_special_tokens_that_they_read(
     build: Build,
     config_file: Path,
     capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     skips: bool,
 ) -> None:
     tags = ("<think>", "</think>", "<end>")
@@ -94,7 +91,6 @@ def test_rules_and_functions_see_the_special_tokens_that_they_read(
         skip_special_tokens=skips,
         mixture={"*": {"custom": 1.0, "think_format": 0.1, "gsm8k_flexible": 0.01}},
     )
-    monkeypatch.setattr(scores, "gather_results", lambda action: [action()])
     stream = ScoreStream(manager, tokenizer, prompts(2))
     stream.submit({0: [0, 3, 1, 4, 2], 1: [0, 3, 1, 2]})  # the second one has no answer
     count = 0.0 if skips else 3.0

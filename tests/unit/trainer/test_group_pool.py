@@ -24,6 +24,7 @@ from rlhf_mc.data.batch import NOTHING, Generation, Prompt, Responses, build_bat
 from rlhf_mc.environments.conversation import ConversationState
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.planner.storage import pool_bytes
+from rlhf_mc.rewards.manager import GroupScores
 from rlhf_mc.rewards.results import Episode
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue
@@ -43,7 +44,6 @@ from rlhf_mc.trainer.pool.rollout_journal import RolloutJournal
 from rlhf_mc.trainer.pool.stored_pool import load_pool
 from rlhf_mc.trainer.pool.strategies import PartialRollout, TailBatching, off_policy_metrics
 from rlhf_mc.trainer.resume import stored_position
-from rlhf_mc.trainer.scores import GroupScores
 from rlhf_mc.trainer.step_state import Position, StepSchedule, StepState
 
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", None)
