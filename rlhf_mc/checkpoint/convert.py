@@ -108,8 +108,6 @@ def mcore_to_hf(checkpoint: str, output: str, sizes: LayoutSizes, max_shard_byte
     """Write the Hugging Face checkpoint, in the dtype of the Megatron-Core one, in files of at most
     max_shard_bytes."""
     with importing("importing Megatron-Core"):
-        import torch.distributed as dist
-
         from rlhf_mc.models.transformer_engine import import_transformer_engine
 
         import_transformer_engine()
@@ -125,17 +123,7 @@ def mcore_to_hf(checkpoint: str, output: str, sizes: LayoutSizes, max_shard_byte
         load_mcore(model, checkpoint)
         params = {name: param.data for name, param in model.named_parameters()}
         layouts = training_layouts(shape, groups.mesh)
-        export_hf(
-            params,
-            layouts,
-            shape,
-            output,
-            groups.rank,
-            dist.group.WORLD,
-            dtype,
-            assets,
-            max_shard_bytes,
-        )
+        export_hf(params, layouts, shape, output, dtype, assets, max_shard_bytes)
         _report(groups.rank, checkpoint, output, shape)
 
 
@@ -171,8 +159,6 @@ def training_checkpoint_to_hf(
     from rlhf_mc.models.transformer_engine import import_transformer_engine
 
     import_transformer_engine()
-    import torch.distributed as dist
-
     from rlhf_mc.checkpoint import directory
     from rlhf_mc.checkpoint.hf_export import write_hf
     from rlhf_mc.checkpoint.hf_format import read_shape
@@ -210,20 +196,7 @@ def training_checkpoint_to_hf(
 
         manifest = directory.read_manifest(path)
         origin = {"run_id": manifest.run_id, "step": manifest.step}
-        rank = groups.rank
-        world = groups.mesh.world
-        write_hf(
-            read,
-            shape.base,
-            Path(output),
-            rank,
-            world,
-            dist.group.WORLD,
-            dtype_name,
-            start,
-            max_shard_bytes,
-            origin,
-        )
+        write_hf(read, shape.base, Path(output), dtype_name, start, max_shard_bytes, origin)
         _report(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape.base)
 
 

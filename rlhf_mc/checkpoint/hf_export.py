@@ -33,6 +33,7 @@ from rlhf_mc.reshard.layout import EMPTY, Layout, correction_biases, hf_layout, 
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.run_files import RUN_FILE
+from rlhf_mc.runtime.console import global_rank
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 
@@ -46,44 +47,40 @@ def export_hf(
     layouts: Sequence[Layout],
     shape: ModelShape,
     out_dir: str | os.PathLike[str],
-    rank: int,
-    group: dist.ProcessGroup | None,
     dtype_name: str,
     assets_dir: str | os.PathLike[str],
     max_shard_bytes: int = 5_000_000_000,
-    bucket_bytes: int = 256 << 20,
     origin: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model whose parameters (anything that slices to tensors) are sharded over the group
+    """Write the model whose parameters (anything that slices to tensors) are sharded over the ranks
     by `layouts` (one per rank), as write_hf does. Every rank must call it."""
     dtype: torch.dtype = getattr(torch, dtype_name)
-    transport = None if group is None else PointToPoint(group)
 
     def gather(names: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for kind, of_kind in tensors_by_dtype(shape, dtype, names):
             targets = [hf_layout(shape, of_rank) if of_rank else EMPTY for of_rank in of_kind]
-            plan = make_plan(layouts, targets, kind.itemsize, bucket_bytes)
-            written = {
-                name: torch.empty(size, dtype=kind) for name, size in targets[rank].shapes.items()
-            }
-            execute(plan.for_rank(rank), params, written, transport, wire_dtype=kind)
-            tensors |= written
+            tensors |= gather_tensors(params, layouts, targets, kind)
         return tensors
 
-    world = len(layouts)
-    write_hf(
-        gather,
-        shape,
-        Path(out_dir),
-        rank,
-        world,
-        group,
-        dtype_name,
-        Path(assets_dir),
-        max_shard_bytes,
-        origin,
-    )
+    write_hf(gather, shape, Path(out_dir), dtype_name, Path(assets_dir), max_shard_bytes, origin)
+
+
+def gather_tensors(
+    params: Mapping[str, Any],
+    layouts: Sequence[Layout],
+    targets: Sequence[Layout],
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Return this rank's tensors of `targets`, a layout for each rank, from parameters that are
+    sharded by `layouts`. Every rank must call it."""
+    rank = global_rank()
+    plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes=256 << 20)
+    tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
+    group = dist.group.WORLD  # None without a process group
+    transport = None if group is None else PointToPoint(group)
+    execute(plan.for_rank(rank), params, tensors, transport, wire_dtype=dtype)
+    return tensors
 
 
 def tensors_by_dtype(
@@ -100,9 +97,6 @@ def write_hf(
     gather: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]],
     shape: ModelShape,
     out: Path,
-    rank: int,
-    world: int,
-    group: dist.ProcessGroup | None,
     dtype_name: str,
     assets_dir: Path,
     max_shard_bytes: int,
@@ -118,17 +112,19 @@ def write_hf(
     get their final names after all are written. Raise the same UserError on every rank if one
     cannot write.
     """
+    rank = global_rank()
+    world = dist.get_world_size() if dist.is_initialized() else 1
     shards = _shards(
         stored_shapes(shape, logical_shapes(shape)),
         getattr(torch, dtype_name).itemsize,
         max_shard_bytes,
     )
     subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
-    drafts = on_every_rank(lambda: _draft_files(assets_dir, shape, max_shard_bytes), subject, group)
+    drafts = on_every_rank(lambda: _draft_files(assets_dir, shape, max_shard_bytes), subject)
     if FAMILIES[shape.family].is_nested and not drafts and rank == 0:
         logger.warning("%s: the weights for images are not written: %s has none", out, assets_dir)
     count = len(shards) + len(drafts)
-    on_rank_0(lambda: _begin(out, assets_dir), subject, group)
+    on_rank_0(lambda: _begin(out, assets_dir), subject)
     rounds = range(0, len(shards), world)
     for start in counted(rounds, len(rounds), "rounds of files"):
         names = [logical_names(shape, of_file) for of_file in shards[start : start + world]]
@@ -136,7 +132,7 @@ def write_hf(
         save = functools.partial(
             _save, tensors, out / STAGING / _shard_name(start + rank, count), subject
         )
-        on_every_rank(save, subject, group)
+        on_every_rank(save, subject)
         tensors.clear()
 
     def copy_drafts() -> None:
@@ -146,12 +142,9 @@ def write_hf(
                 copied = {name: tensor[:] for name, tensor in reader.slices(drafts[number]).items()}
             _save(copied, out / STAGING / _shard_name(len(shards) + number, count), subject)
 
-    on_every_rank(copy_drafts, subject, group)
-    on_rank_0(
-        lambda: _finish(out, assets_dir, [*shards, *drafts], shape, dtype_name, origin),
-        subject,
-        group,
-    )
+    on_every_rank(copy_drafts, subject)
+    files = [*shards, *drafts]
+    on_rank_0(lambda: _finish(out, assets_dir, files, shape, dtype_name, origin), subject)
 
 
 def _draft_files(assets: Path, shape: ModelShape, max_shard_bytes: int) -> list[list[str]]:

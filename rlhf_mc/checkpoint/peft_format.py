@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -21,11 +20,9 @@ from rlhf_mc.architectures.packed_experts import file_name
 from rlhf_mc.architectures.run_shapes import read_json_object
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import num_not_finite
+from rlhf_mc.checkpoint.hf_export import gather_tensors
 from rlhf_mc.config.errors import UserError, error_prefix, first_line
-from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes
-from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 
 CONFIG = "adapter_config.json"
@@ -152,20 +149,14 @@ def export_adapters(
     layouts: Sequence[Layout],
     shape: ModelShape,
     directory: Path,
-    rank: int,
-    group: dist.ProcessGroup | None,
     dtype_name: str,
     base_path: str,
 ) -> None:
-    """Write the adapters, sharded over the group by `layouts`, as a PEFT adapter of the model in
+    """Write the adapters, sharded over the ranks by `layouts`, as a PEFT adapter of the model in
     base_path. Rank 0 writes. Every rank must call it."""
     names = list(adapter_tensors(shape))
     targets = [hf_layout(shape, names), *[EMPTY] * (len(layouts) - 1)]
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes=256 << 20)
-    tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
-    transport = None if group is None else PointToPoint(group)
-    execute(plan.for_rank(rank), params, tensors, transport, wire_dtype=dtype)
+    tensors = gather_tensors(params, layouts, targets, getattr(torch, dtype_name))
 
     def write() -> None:
         assert shape.lora is not None
@@ -175,7 +166,7 @@ def export_adapters(
         save_file(stored, directory / WEIGHTS, metadata={"format": "pt"})
         (directory / CONFIG).write_text(json.dumps(_config(shape.lora, base_path), indent=2) + "\n")
 
-    on_rank_0(write, f"{directory}: cannot be written", group)
+    on_rank_0(write, f"{directory}: cannot be written")
 
 
 def _config(lora: Lora, base_path: str) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-import torch.distributed as dist
-
 from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.checkpoint.peft_format import ADAPTER, export_adapters
 from rlhf_mc.config.errors import UserError
@@ -301,8 +299,6 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
             engine_layouts(actor, actor.shape.base),
             actor.shape.base,
             directory,
-            run.groups.rank,
-            dist.group.WORLD,
             run.config.actor.megatron.dtype,
             run.config.model.path,
             origin=None if run_id is None else {"run_id": run_id, "step": state.step},
@@ -313,8 +309,6 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
                 engine_layouts(actor),
                 actor.shape,
                 directory / ADAPTER,
-                run.groups.rank,
-                dist.group.WORLD,
                 actor.dtype,
                 run.config.model.path,
             )

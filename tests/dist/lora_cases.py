@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from model_cases import (
     TEMPERATURE,
     Role,
@@ -68,13 +67,12 @@ def train_adapters(
         start_adapters(engine.params, layouts[groups.rank], shape, seed=1)
         zero = score_tokens(engine, batch, head, 32)
         fill_b(engine)
-        files = (groups.rank, dist.group.WORLD)
         base = engine_layouts(engine, shape.base)
         if role == "actor":
             dtype = str(engine.dtype)
-            export_hf(engine.rollout_params, base, shape.base, directory, *files, dtype, checkpoint)
+            export_hf(engine.rollout_params, base, shape.base, directory, dtype, checkpoint)
         adapter = Path(directory) / "adapter"
-        export_adapters(engine.params, layouts, shape, adapter, *files, engine.dtype, checkpoint)
+        export_adapters(engine.params, layouts, shape, adapter, engine.dtype, checkpoint)
         before = logical_tensors(engine, engine.params)
         for name, param in engine.params.items():
             if ".lora_" in name:

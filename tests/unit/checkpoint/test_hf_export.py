@@ -51,7 +51,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, name: str, dtype_name: str) -> 
         "padding was touched"
     )
     params, layout = merge_ranks(ranks, layouts)
-    export_hf(params, [layout], shape, tmp_path / "end", 0, None, dtype_name, start)
+    export_hf(params, [layout], shape, tmp_path / "end", dtype_name, start)
     assert_same_bits(all_tensors(tmp_path / "end"), all_tensors(start))
     with safe_open(tmp_path / "end" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -77,13 +77,13 @@ def test_round_trip_of_a_language_model_among_images_is_bit_exact(
     assert reader.dtype_name() == "float32"
     layout = mcore_layout(shape, 0, 1, range(3), True, True)
     (params,) = import_all(reader, [layout])
-    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)
+    export_hf(params, [layout], shape, tmp_path / "end", "float32", start)
     assert_same_bits(all_tensors(tmp_path / "end"), wanted)
     AutoModelForImageTextToText.from_pretrained(tmp_path / "end")
     assert "weights for images" not in caplog.text
     for file in start.glob("*.safetensors"):
         file.unlink()
-    export_hf(params, [layout], shape, tmp_path / "alone", 0, None, "float32", start)
+    export_hf(params, [layout], shape, tmp_path / "alone", "float32", start)
     language = {name: x for name, x in wanted.items() if not name.startswith("model.visual.")}
     assert_same_bits(all_tensors(tmp_path / "alone"), language)
     assert "the weights for images are not written" in caplog.text
@@ -129,9 +129,7 @@ def test_layers_of_multi_token_prediction_are_kept(tmp_path: Path, max_shard_byt
     layouts = tp2_pp2(shape)
     params, layout = merge_ranks(import_all(reader, layouts), layouts)
     for end in ("end", "again"):
-        export_hf(
-            params, [layout], shape, tmp_path / end, 0, None, "float32", start, max_shard_bytes
-        )
+        export_hf(params, [layout], shape, tmp_path / end, "float32", start, max_shard_bytes)
         assert_same_bits(all_tensors(tmp_path / end), all_tensors(start))
         start = tmp_path / end
     index = json.loads((tmp_path / "end" / "model.safetensors.index.json").read_text())
@@ -193,7 +191,7 @@ def test_export_holds_one_file_in_memory_at_a_time(
 
     monkeypatch.setattr(hf_export, "_save", save)
     monkeypatch.setattr(hf_export, "_finish", lambda *args: None)
-    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start, 120_000)
+    export_hf(params, [layout], shape, tmp_path / "end", "float32", start, 120_000)
     assert len(alive) == len(all_tensors(start)) and 0 < largest <= 120_000
 
 
@@ -207,7 +205,7 @@ def test_sharded_files_are_read_and_written(tmp_path: Path) -> None:
     end = tmp_path / "end"
     # the second export replaces the first, which has more files
     for max_shard_bytes in (50_000, 120_000):
-        export_hf(params, [layout], shape, end, 0, None, "float32", start, max_shard_bytes)
+        export_hf(params, [layout], shape, end, "float32", start, max_shard_bytes)
     files = sorted(end.glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
     assert all(f.stat().st_size < 125_000 for f in files)
@@ -224,7 +222,7 @@ def test_export_casts_and_copies_the_tokenizer(tmp_path: Path) -> None:
     reader = HFReader(start)
     shape = ModelShape.from_hf_config(reader.config)
     params, layout = merge_ranks(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
-    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "bfloat16", start)
+    export_hf(params, [layout], shape, tmp_path / "end", "bfloat16", start)
     assert_same_bits(
         all_tensors(tmp_path / "end"), {n: t.bfloat16() for n, t in all_tensors(start).items()}
     )
@@ -252,7 +250,7 @@ def test_critic_is_exported_as_a_classifier(tmp_path: Path) -> None:
     )
     assert "output_layer.weight" not in ranks[0]
     params, layout = merge_ranks(ranks, tp2_pp2(shape))
-    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)
+    export_hf(params, [layout], shape, tmp_path / "end", "float32", start)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "end")
     assert again.num_labels == 1 and (again.score.weight == 7).all()
     assert torch.equal(again.model.norm.weight, all_tensors(start)["model.norm.weight"])
@@ -269,13 +267,13 @@ def test_failed_export_leaves_the_previous_one(tmp_path: Path, monkeypatch) -> N
     shape = ModelShape.from_hf_config(reader.config)
     params, layout = merge_ranks(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
     end = tmp_path / "end"
-    export_hf(params, [layout], shape, end, 0, None, "float32", start)
+    export_hf(params, [layout], shape, end, "float32", start)
 
     def disk_full(*_, **__) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("rlhf_mc.checkpoint.hf_export.save_file", disk_full)
     with pytest.raises(UserError, match=r"failed on rank 0: .*No space left on device"):
-        export_hf(params, [layout], shape, end, 0, None, "bfloat16", start)
+        export_hf(params, [layout], shape, end, "bfloat16", start)
     HFReader(end).check(shape)
     assert_same_bits(all_tensors(end), all_tensors(start))

@@ -56,7 +56,7 @@ def test_tied_checkpoint_with_its_own_head(
     reader.check(shape)
     layouts = tp2_pp2(shape)
     params, layout = merge_ranks(import_all(reader, layouts), layouts)
-    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)
+    export_hf(params, [layout], shape, tmp_path / "end", "float32", start)
     exported = all_tensors(tmp_path / "end")
     assert (
         torch.equal(exported["lm_head.weight"], head)
