@@ -58,8 +58,7 @@ class PhaseTimer:
         self, synchronize: Callable[[], None] | None = None, status: RankStatus | None = None
     ) -> None:
         """synchronize: waits for the device, so that a phase's time includes the kernels that it
-        launched. status:
-        kept up to date with the current phase."""
+        launched. status: kept up to date with the current phase."""
         self._synchronize = synchronize or (lambda: None)
         self._status = status or RankStatus()
         self._seconds: dict[str, float] = {}

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import sys
 import threading
 import time
@@ -29,8 +28,6 @@ from rlhf_mc.runtime import console, work
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.runtime.work import Work, share_done
 
-FILE_COLUMNS = 80
-"""Width of a line in a file, which is read in a terminal."""
 INDENT = "  "
 """Prefix of a line in a file, which sets it off from the table of steps."""
 TICK_SECONDS = 1.0
@@ -90,12 +87,11 @@ class PhaseProgress:
         closed."""
         now = self._clock()
         if self._bottom is not None:
-            columns = shutil.get_terminal_size((FILE_COLUMNS, 24)).columns
-            self._bottom.show(phase_line(self._status, work.current(), now, 0.0, columns - 1))
+            columns = console.terminal_columns() - 1
+            self._bottom.show(phase_line(self._status, work.current(), now, 0.0, columns))
         elif now - console.last_line() >= SILENCE_SECONDS:
-            line = phase_line(
-                self._status, work.current(), now, SHORT_SECONDS, FILE_COLUMNS - len(INDENT)
-            )
+            columns = console.COLUMNS - len(INDENT)
+            line = phase_line(self._status, work.current(), now, SHORT_SECONDS, columns)
             if line:
                 console.write(INDENT + line, self._stream)
 
@@ -112,7 +108,7 @@ class ProgressLine:
     def __init__(self, stream: TextIO) -> None:
         self._line = _TextLine(bar_format="{desc}", file=stream, leave=False, dynamic_ncols=True)
         self._stream = stream
-        console.set_bottom_line(self)
+        console.set_bottom_line(self.clear)
 
     def show(self, text: str) -> None:
         """Replace the text; an empty one clears the line."""

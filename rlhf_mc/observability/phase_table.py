@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-WIDTH = 80
-"""Columns of the console."""
+from rlhf_mc.runtime.console import COLUMNS
+
 MOST_COLUMNS = 8
 """Ranks with a column of their own; more are summarised."""
 _LEAST_GAP = 0.1
@@ -50,8 +50,7 @@ class RankTimes:
 
 def with_rest(rank: RankTimes, whole: str, span: float) -> RankTimes:
     """Return the times with REST in place of the phase `whole`, which has taken `span` seconds and
-    contains all
-    others."""
+    contains all others."""
     inner = [name for name in rank.seconds if name != STEP]
     counted = rank.amounts.get(whole, {})
     kinds = {
@@ -70,8 +69,7 @@ def with_rest(rank: RankTimes, whole: str, span: float) -> RankTimes:
 
 def phase_names(ranks: Sequence[RankTimes]) -> list[str]:
     """Return the phases of the step in the order in which the first rank has ended them; the whole
-    step
-    last."""
+    step last."""
     names = dict.fromkeys(name for rank in ranks for name in rank.seconds)
     return sorted(names, key=lambda name: name == STEP)
 
@@ -134,7 +132,7 @@ def as_json(step: int, ranks: Sequence[RankTimes]) -> dict[str, Any]:
 
 
 def as_text(step: int, ranks: Sequence[RankTimes]) -> list[str]:
-    """Return the table in lines of at most WIDTH columns: own work, waiting, and for each phase
+    """Return the table in lines of at most COLUMNS columns: own work, waiting, and for each phase
     that is not balanced the slowest rank."""
     lines = [f"profile of step {step}: seconds of each rank's own work and of its waiting"]
     lines += _columns(ranks) if len(ranks) <= MOST_COLUMNS else _summaries(ranks)
@@ -142,7 +140,7 @@ def as_text(step: int, ranks: Sequence[RankTimes]) -> list[str]:
         slowest = slowest_rank(ranks, phase)
         if slowest is not None:
             line = slowest_line(ranks, phase, slowest)
-            lines += textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+            lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
 
@@ -150,7 +148,7 @@ def _columns(ranks: Sequence[RankTimes]) -> list[str]:
     heads = "".join(f"{f'rank {r}' + '*' * rank.is_traced:>8}" for r, rank in enumerate(ranks))
     lines = [
         f"{'phase':16}{heads}{'   * traced' if any(rank.is_traced for rank in ranks) else ''}"[
-            :WIDTH
+            :COLUMNS
         ].rstrip()
     ]
     for phase in phase_names(ranks):

@@ -12,8 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -21,7 +20,7 @@ from typing import Any, Protocol, TextIO
 from torch.utils.tensorboard import SummaryWriter
 
 from rlhf_mc import durable
-from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.config.errors import disk_errors, error_reason
 from rlhf_mc.config.printing import recorded
 from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.step_table import StepTable
@@ -151,9 +150,9 @@ class JsonlSink:
     def __init__(
         self, path: Path, after_step: int | None = None, run_id: str | None = None
     ) -> None:
-        self._path = path
+        self._subject = f"trainer.default_local_dir: cannot write {path}"
         self._head: dict[str, str] = {} if run_id is None else {"run_id": run_id}
-        with _disk_errors(path):
+        with disk_errors(self._subject):
             path.parent.mkdir(parents=True, exist_ok=True)
             if after_step is not None and path.exists():
                 keep_up_to(path, after_step)
@@ -166,13 +165,13 @@ class JsonlSink:
             **self._head,
             **{key: _json_number(value) for key, value in metrics.items()},
         }
-        with _disk_errors(self._path):
+        with disk_errors(self._subject):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with _disk_errors(self._path):
+        with disk_errors(self._subject):
             self._file.close()
 
 
@@ -205,14 +204,3 @@ def _json_number(value: float) -> float | int | None:
         return value
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Raise a UserError in place of an OSError inside."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"trainer.default_local_dir: cannot write {path}: {error_reason(error)}"
-        ) from error

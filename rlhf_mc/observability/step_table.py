@@ -5,7 +5,6 @@ learns. All metrics go to the files of sinks.py; phase_progress.py shows what ha
 from __future__ import annotations
 
 import math
-import shutil
 import statistics
 import sys
 import time
@@ -16,8 +15,6 @@ from typing import TextIO
 
 from rlhf_mc.runtime import console
 
-FILE_COLUMNS = 80
-"""Width of the table in a file, which is read in a terminal."""
 HEADER_ROWS = 20
 """Rows after which the header is repeated: it stays in view on a terminal of 24 lines."""
 NUM_RECENT_STEPS = 20
@@ -136,9 +133,7 @@ class StepTable:
     def _fitting(self, width: int) -> list[Column]:
         """Return the columns that fit beside a first one of `width`: reward and KL always, the
         others in their order until one does not fit."""
-        columns = FILE_COLUMNS
-        if self._stream.isatty():
-            columns = shutil.get_terminal_size((FILE_COLUMNS, 24)).columns
+        columns = console.terminal_columns() if self._stream.isatty() else console.COLUMNS
         parts = []
         for column in COLUMNS:
             if not (column.always or column.title in self._titles):

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_mc import json_files
-from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.run_files import LOCK_FILE, STALE_SECONDS
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.namespaces import namespace_id
@@ -97,15 +97,11 @@ class Lock:
     def take(self) -> None:
         """Take the lock. Raise UserError if another live run holds the directory, or it cannot be
         written to."""
-        try:
+        with disk_errors(f"trainer.default_local_dir: {self._path} cannot be written"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if (dead := self._find_dead_owner()) is not None:
                 self._remove(dead)
             self._create()
-        except OSError as error:
-            raise UserError(
-                f"trainer.default_local_dir: {self._path} cannot be written ({error_reason(error)})"
-            ) from error
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
 
     def release(self) -> None:

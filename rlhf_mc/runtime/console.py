@@ -4,41 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
-from typing import Protocol, TextIO
+from collections.abc import Callable
+from typing import TextIO
 
 from rlhf_mc.config.masking import masked
 
-
-class BottomLine(Protocol):
-    """The line at the bottom of a terminal, below all others."""
-
-    def clear(self) -> None:
-        """Erase it, so that a line can be printed there. It appears again when it is next shown."""
-
-
+COLUMNS = 80
+"""Width of a text in a file, which is read in a terminal."""
 lock = threading.RLock()
 """Held while a line is printed to a terminal that has a bottom line."""
-_bottom_line: BottomLine | None = None
+_clear_bottom_line: Callable[[], None] | None = None
 _last_line = time.monotonic()
 
 
-def set_bottom_line(line: BottomLine | None) -> None:
-    """Print all further lines above this one; None: the terminal has none. There is one terminal,
-    so this is a state of the process."""
-    global _bottom_line
-    _bottom_line = line
+def terminal_columns() -> int:
+    """Return the width of this process's terminal."""
+    return shutil.get_terminal_size((COLUMNS, 24)).columns
+
+
+def set_bottom_line(clear: Callable[[], None] | None) -> None:
+    """Print all further lines above a line at the bottom of the terminal. clear: erases that line,
+    which appears again when it is next shown; None: there is none. There is one terminal, so this
+    is a state of the process."""
+    global _clear_bottom_line
+    _clear_bottom_line = clear
 
 
 def write(text: str, stream: TextIO) -> None:
     """Print the lines to the stream, without secrets, above the bottom line, and flush. Raise
     OSError or ValueError if the stream is full or closed."""
     global _last_line
-    with lock if _bottom_line is not None else contextlib.nullcontext():
-        if _bottom_line is not None:
-            _bottom_line.clear()
+    with lock if _clear_bottom_line is not None else contextlib.nullcontext():
+        if _clear_bottom_line is not None:
+            _clear_bottom_line()
         stream.write(masked(text) + "\n")  # one call, so that the lines of two threads do not mix
         stream.flush()
         _last_line = time.monotonic()

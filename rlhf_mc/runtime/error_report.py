@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 from rlhf_mc.config.masking import masked
 from rlhf_mc.runtime.console import write_line
@@ -134,12 +135,7 @@ def _is_first_on_node(key: str) -> bool | None:
     if not path:
         return None
     try:
-        os.close(
-            os.open(
-                os.path.join(os.path.dirname(os.path.dirname(path)), f"reported_{key}"),
-                os.O_CREAT | os.O_EXCL,
-            )
-        )
+        Path(path).parents[1].joinpath(f"reported_{key}").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:

@@ -15,11 +15,10 @@ from rlhf_mc.config.roles import prompts_in_flight, reference_is_actor
 from rlhf_mc.config.schema import layouts
 from rlhf_mc.models.engine import ModelEngine, RankShare
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
-from rlhf_mc.runtime.console import write_line
+from rlhf_mc.runtime.console import COLUMNS, write_line
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.trainer.run import Run
 
-COLUMNS = 80
 _TITLES = ("tp", "cp", "pp", "dp", "ep", "params", "weights", "gradients", "optimizer")
 _WIDTHS = (3, 3, 4, 4, 3, 7, 9, 9, 9)
 ROLE_WIDTH = COLUMNS - sum(_WIDTHS) - len(_WIDTHS)

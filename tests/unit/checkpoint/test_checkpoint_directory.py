@@ -431,7 +431,7 @@ def test_lock_in_an_unwritable_directory_is_an_error(tmp_path: Path) -> None:
     lock.check_free(tmp_path / "file" / "run")
     with pytest.raises(
         UserError,
-        match=r"trainer.default_local_dir: .*run\.lock cannot be written \(Not a directory\)",
+        match=r"trainer.default_local_dir: .*run\.lock cannot be written: Not a directory",
     ):
         lock.Lock(tmp_path / "file" / "run").take()
 

@@ -24,7 +24,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.observability import phase_work
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.observability.phase_table import REST, WIDTH, RankTimes, as_json, as_text, with_rest
+from rlhf_mc.observability.phase_table import COLUMNS, REST, RankTimes, as_json, as_text, with_rest
 from rlhf_mc.observability.profile import Trace
 from rlhf_mc.rewards.manager import ScoreStream
 from rlhf_mc.rewards.results import Score
@@ -111,7 +111,7 @@ def test_table_fits_80_columns(num_ranks: int) -> None:
         for r in range(num_ranks)
     ]
     lines = as_text(123456, ranks)
-    assert [line for line in lines if len(line) > WIDTH] == []
+    assert [line for line in lines if len(line) > COLUMNS] == []
     assert len(lines) >= 2 + len(names)
     if num_ranks > 8:
         assert any(f"(rank {num_ranks - 1})" in line and "(rank 0)" in line for line in lines)
