@@ -28,6 +28,9 @@ from rlhf_mc.run_files import CONFIG_FILE, STARTS_FILE, differences, json_object
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 
 _GIT_SECONDS = 10
+RunEnd = Literal["finished", "stopped", "left", "failed", "rolled back"]
+"""finished; stopped on request; left by the caller of the Python API; failed with an error; rolled
+back to an earlier step, from which the next start continues."""
 
 
 def record_start(cfg: Config, run_id: str, step: int) -> None:
@@ -68,15 +71,14 @@ def record_end(
     cfg: Config,
     rank: int,
     step: int,
-    how: Literal["finished", "stopped", "left", "failed", "rolled back"],
+    how: RunEnd,
     text: str,
 ) -> None:
     """Add to the last line of starts.jsonl that the run has ended after `step`. A start without it
     is a run that continues or was killed. Any rank may call it; rank 0 writes. An error is a
     warning.
 
-    how: finished; stopped on request; left by the caller of the Python API; failed with an error;
-    rolled back to an earlier step, from which the next start continues. text: the reason."""
+    text: the reason."""
     if rank == 0 and not cfg.trainer.val_only:
         best_effort(
             STARTS_FILE, lambda: _write_end(Path(cfg.trainer.default_local_dir), step, how, text)
@@ -101,8 +103,7 @@ def _now() -> str:
 
 def _command() -> list[str]:
     """Return this process's command; of a program that uses the Python API without its arguments,
-    which may be
-    secrets."""
+    which may be secrets."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return (
         sys.orig_argv if spec is not None and spec.name == "rlhf_mc.__main__" else sys.orig_argv[:2]

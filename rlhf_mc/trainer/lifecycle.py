@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.checkpoint.peft_format import ADAPTER, export_adapters
@@ -20,7 +19,7 @@ from rlhf_mc.observability.sinks import Sink, best_effort, build_sinks
 from rlhf_mc.report.page import read_runs, write_report
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.ownership import EXPORT, HF
-from rlhf_mc.run_directory.starts import record_end, record_start
+from rlhf_mc.run_directory.starts import RunEnd, record_end, record_start
 from rlhf_mc.run_files import REPORT
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -195,24 +194,21 @@ class Lifecycle:
         position = self._saver.position
         self._health.close(position.step)
         self._saver.finish()
-        export(
-            run,
-            begin_step(position.step, self._status),
-            self._directory / HF,
-            self._saver.start.run_id,
-        )
+        run_id = self._saver.start.run_id
+        hf = self._directory / HF
+        export(run, begin_step(position.step, self._status), hf, run_id)
         reached = run.schedule.reaches_target(position.accuracy)
         reason = "the target accuracy is reached" if reached else "all steps are done"
         on_every_rank(self._sinks.close)
         self._record_end("finished", reason)
         if run.groups.rank == 0:
             write_run_report(run.config)
-        self._write_success(position.step)
-        hf = self._directory / HF
-        print_on_console(
-            run.config,
-            f"{reason}; the trained actor is in {hf}, metrics, report and samples beside it",
+        on_rank_0(
+            lambda: ownership.write_success(self._directory, run_id, position.step),
+            "trainer.default_local_dir",
         )
+        beside = "metrics, report and samples beside it"
+        print_on_console(run.config, f"{reason}; the trained actor is in {hf}, {beside}")
 
     def __enter__(self) -> Lifecycle:
         return self
@@ -276,17 +272,8 @@ class Lifecycle:
             else "no step is complete yet, so none is saved"
         )
 
-    def _record_end(
-        self, how: Literal["finished", "stopped", "left", "failed", "rolled back"], text: str
-    ) -> None:
+    def _record_end(self, how: RunEnd, text: str) -> None:
         record_end(self._run.config, self._run.groups.rank, self._saver.position.step, how, text)
-
-    def _write_success(self, step: int) -> None:
-        run_id = self._saver.start.run_id
-        on_rank_0(
-            lambda: ownership.write_success(self._directory, run_id, step),
-            "trainer.default_local_dir",
-        )
 
 
 def export(run: Run, state: StepState, directory: Path, run_id: str | None = None) -> None:

@@ -47,16 +47,6 @@ class RewardModel:
         return min(self.engine.shape.max_position_embeddings, limit)
 
 
-@dataclass(frozen=True)
-class ModelScores:
-    """Scores of a batch by one reward model."""
-
-    values: torch.Tensor
-    """[S] float32; 0 for sequences that the model has not read."""
-    num_truncated: int = 0
-    """Conversations that lost their first tokens."""
-
-
 def conversation_tokenizers(cfg: Config) -> dict[str, ConversationTokenizer]:
     """Return by role the tokenizers of the reward models that do not read the actor's tokens."""
     return {
@@ -72,14 +62,15 @@ def score(
     prompts: Sequence[Prompt],
     batch: RaggedBatch,
     indices: Sequence[int],
-) -> ModelScores:
-    """Return the model's scores of the sequences `indices`. Raise UserError if a conversation
+) -> tuple[torch.Tensor, int]:
+    """Return the model's scores of the sequences `indices`, [S] float32 with 0 for the others, and
+    the number of conversations that lost their first tokens. Raise UserError if a conversation
     cannot be rendered. Every rank of its mesh must call it.
 
     tokenizer: the actor's. prompts: of each sequence of the batch."""
     values = torch.zeros(batch.num_sequences)
     if not indices:
-        return ModelScores(values)
+        return values, 0
     num_truncated = 0
     if model.conversations is not None:
         responses = batch.responses()
@@ -88,7 +79,7 @@ def score(
     else:
         sequences = batch.select(indices)
     values[list(indices)] = score_sequences(model.engine, sequences, model.budget)
-    return ModelScores(values, num_truncated)
+    return values, num_truncated
 
 
 def _conversations(

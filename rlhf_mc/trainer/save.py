@@ -143,9 +143,17 @@ class CheckpointSaver:
         loop = {**self._complete.loop, "position": asdict(position)}
         with self.naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
-            run = (recorded(self._run.config), self._run.inputs, self.start.run_id)
-            rest = (*run, buffers, self._complete.pool_files)
-            self._in_flight = Save(self._root, position.step, self._models, loop, *rest)
+            self._in_flight = Save(
+                self._root,
+                position.step,
+                self._models,
+                loop,
+                recorded(self._run.config),
+                self._run.inputs,
+                self.start.run_id,
+                buffers,
+                self._complete.pool_files,
+            )
 
     # ------------------------------------------------------------ finish
 

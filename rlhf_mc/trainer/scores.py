@@ -248,9 +248,10 @@ def score_by_reward_model(
     with run.offload_schedule.phase(state.timer, model.role):
         for responses, part in passes:
             indices = [i for i, scored in enumerate(is_scored[part]) if scored]
-            scores = reward_models.score(model, run.tokenizer, prompts[part], responses, indices)
-            values.append(scores.values)
-            num_truncated += scores.num_truncated
+            of_part = prompts[part]
+            scores, num = reward_models.score(model, run.tokenizer, of_part, responses, indices)
+            values.append(scores)
+            num_truncated += num
     result = torch.cat([*values, torch.tensor([float(num_truncated)])])
     if not result.isfinite().all():  # the same on every rank
         raise UserError(

@@ -33,6 +33,11 @@ from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState, slowest_rank_times
 from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
 
+_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+"""Phases that work on prompts and responses. Generation makes the responses."""
+_PRODUCTS = 5
+"""Products from which measured_flops takes the fastest."""
+
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     """Add the metrics of the step as a whole: lengths, balance, throughput, memory. The ranks of a
@@ -60,9 +65,7 @@ def _add_step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     if run.config.rollout.n > 1:
         state.metrics["train/equal_groups_ratio"] = equal_groups_ratio(batch, run.config.rollout.n)
     if run.config.actor.use_kl_loss:
-        state.metrics["actor/kl_coef"] = kl_loss_coef(
-            run.config, run.kl_controller, run.adjustments.kl_coef(state.step)
-        )
+        state.metrics["actor/kl_coef"] = kl_loss_coef(run, state.step)
     if run.config.actor.entropy_coeff_end is not None:
         coeff = entropy_coeff(run.config.actor, state.step, run.schedule.total_steps)
         state.metrics["actor/entropy_coeff"] = coeff
@@ -189,13 +192,6 @@ def print_on_console(cfg: Config, line: str) -> None:
     """Print one line to standard output on rank 0, if trainer.logger has "console"."""
     if "console" in cfg.trainer.logger:
         print_line(line, sys.stdout, rank_0_only=True)
-
-
-_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-"""Phases that work on prompts and responses. Generation makes the responses."""
-
-
-_PRODUCTS = 5
 
 
 def per_token_metrics(

@@ -13,7 +13,6 @@ import torch
 
 from rlhf_mc import platform
 from rlhf_mc.algorithms.distillation import distill, forward_kl, with_distillation
-from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.losses import (
     ActorLossInputs,
     actor_loss,
@@ -96,15 +95,16 @@ def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
     return cfg.entropy_coeff + done * (cfg.entropy_coeff_end - cfg.entropy_coeff)
 
 
-def kl_loss_coef(cfg: Config, controller: KLController, adjusted: float | None) -> float:
-    """Return the coefficient of the KL loss in this step; 0 without one. The controller, where it
-    sets the coefficient, has seen the KL of this step. adjusted: the coefficient that the run has
-    set by itself, if any."""
+def kl_loss_coef(run: Run, step: int) -> float:
+    """Return the coefficient of the KL loss in a step; 0 without one. The controller, where it sets
+    the coefficient, has seen the KL of this step."""
+    cfg = run.config
     if not cfg.actor.use_kl_loss:
         return 0.0
+    adjusted = run.adjustments.kl_coef(step)
     if adjusted is not None and not cfg.algorithm.use_kl_in_reward:
         return adjusted
-    return controller.value if adapts_kl_loss(cfg) else cfg.actor.kl_loss_coef
+    return run.kl_controller.value if adapts_kl_loss(cfg) else cfg.actor.kl_loss_coef
 
 
 def step_generator(seed: int, step: int) -> torch.Generator:
@@ -352,7 +352,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         terms = ActorTerms(
             policy_loss=run.policy_loss,
             entropy_coeff=entropy_coeff(actor, state.step, run.schedule.total_steps),
-            kl_loss_coef=kl_loss_coef(cfg, run.kl_controller, run.adjustments.kl_coef(state.step)),
+            kl_loss_coef=kl_loss_coef(run, state.step),
             loss_scale_factor=actor.loss_scale_factor or cfg.data.max_response_length,
             draws=step_generator(cfg.trainer.seed, state.step),
             correction=cfg.algorithm.rollout_correction,

@@ -106,9 +106,10 @@ def conversation_scores(
     prompts: Sequence[Prompt],
     batch: RaggedBatch,
     asked: Sequence[int],
-) -> list[reward_models.ModelScores]:
-    """Return the scores of the sequences `asked`, by a reward model that reads the tokens of its
-    own tokenizer, in micro-batches of at most 40, and by one that reads the actor's."""
+) -> list[tuple[torch.Tensor, int]]:
+    """Return the results of reward_models.score for the sequences `asked`: of a reward model that
+    reads the tokens of its own tokenizer, in micro-batches of at most 40, and of one that reads the
+    actor's."""
     with mesh_groups(1, pp) as groups:
         conversations = ConversationTokenizer("reward_model", checkpoint, None)
         engine = reward_engine(checkpoint, groups)
