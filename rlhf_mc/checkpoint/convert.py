@@ -84,8 +84,7 @@ def run_conversion(program: str, convert: Callable[[], None]) -> int:
 
 def hf_to_mcore(hf_path: str, output: str, sizes: LayoutSizes) -> None:
     """Write the Megatron-Core checkpoint, in the dtype of the Hugging Face one. Raise UserError if
-    it cannot be
-    read."""
+    it cannot be read."""
     from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
     from rlhf_mc.models.transformer_engine import import_transformer_engine
     from rlhf_mc.reshard.placement import training_layouts
@@ -154,8 +153,7 @@ def training_checkpoint_to_hf(
     writes its share of the files.
 
     hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: the path
-    in the
-    run's settings. Raise UserError if the checkpoint is corrupt or has no such role."""
+    in the run's settings. Raise UserError if the checkpoint is corrupt or has no such role."""
     from rlhf_mc.models.transformer_engine import import_transformer_engine
 
     import_transformer_engine()

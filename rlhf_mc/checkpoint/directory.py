@@ -151,8 +151,7 @@ def digest_file(path: Path) -> FileDigest:
 
 def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str) -> None:
     """Write the manifest and rename the staging directory. One rank calls it, after all ranks have
-    synced their
-    files."""
+    synced their files."""
     path = staging_path(root, step)
     for name, file in files.items():
         num_bytes = (path / name).stat().st_size if (path / name).is_file() else None
@@ -224,8 +223,7 @@ def to_remove(
     steps: Sequence[int], keep_last: int | None, others: Collection[int | None]
 ) -> list[int]:
     """Return the steps of complete checkpoints to delete: all but the last `keep_last` (None: keep
-    all) and the
-    others to keep."""
+    all) and the others to keep."""
     if keep_last is None:
         return []
     return [step for step in sorted(steps)[:-keep_last] if step not in others]
@@ -337,8 +335,7 @@ def _check_file(path: Path, expected: FileDigest) -> None:
 
 def _unreadable(path: Path, error: OSError) -> UserError:
     """Return CorruptCheckpoint, or UserError if this process is out of descriptors or memory: the
-    file may be
-    intact."""
+    file may be intact."""
     return (UserError if is_shortage(error) else CorruptCheckpoint)(
         f"{path}: cannot be read ({error_reason(error)})"
     )

@@ -230,8 +230,7 @@ def _finish(
     origin: Mapping[str, Any] | None,
 ) -> None:
     """Write the other files, then move all files to their final names: config.json, which makes it
-    a checkpoint,
-    last."""
+    a checkpoint, last."""
     staging = out / STAGING
     files = [_shard_name(n, len(shards)) for n in range(len(shards))]
     if len(shards) > 1:

@@ -55,9 +55,8 @@ class Save:
         """Begin the write. loop: the trainer's state, plain values. inputs: fingerprints of the
         run's files. buffers: host memory to which the tensors are copied, so that training
         continues; None: return after they are written, and raise UserError on every rank if a file
-        cannot be.
-        others: this rank's further files by name, and the function that writes each, called after
-        its tensors."""
+        cannot be. others: this rank's further files by name, and the function that writes each,
+        called after its tensors."""
         self.step = step
         self._root = root
         self._run_id = run_id

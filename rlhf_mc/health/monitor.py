@@ -209,8 +209,8 @@ def keep_events_up_to(path: Path, step: int) -> None:
     """Drop from health.jsonl the events of later steps, and a truncated row. The file is replaced
     atomically.
 
-    A roll-back belongs to the step that it led back to, or to an earlier one that a later roll-back
-    led back to: a run that resumes there is past it."""
+    The record of a roll-back belongs to the step from which the run continued, or to an earlier one
+    if a later roll-back went further back: a run that resumes from there keeps it."""
     lines = []
     earliest = math.inf
     for line, row in reversed(list(read_rows(path))):

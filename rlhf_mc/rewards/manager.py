@@ -175,10 +175,9 @@ class RewardManager:
         a prompt has several responses. Errors are raised by PendingScores.result.
 
         training: by the weights of training, else of validation. Parts of reward models are not
-        added here.
-        texts: the prompts as text, with `needs_prompts`. earlier: scores to come, behind which
-        these are added. episodes: what the environments of the responses gave. with_special_tokens:
-        as RewardRow has them."""
+        added here. texts: the prompts as text, with `needs_prompts`. earlier: scores to come,
+        behind which these are added. episodes: what the environments of the responses gave.
+        with_special_tokens: as RewardRow has them."""
         pending = PendingScores(self._names) if earlier is None else earlier
         texts = [""] * len(prompts) if texts is None else texts
         episodes = [None] * len(prompts) if episodes is None else episodes

@@ -41,8 +41,8 @@ class Mixture:
     ) -> None:
         """Raise UserError for an unknown part, a weight that is no number, or a part that is set up
         and never used. models: the parts of the run's reward models, each with the setting of the
-        model's path. environment:
-        the rewards of one of the user's own replace the default, those of tools are added to it."""
+        model's path. environment: the rewards of one of the user's own replace the default, those
+        of tools are added to it."""
         environment = environment or EnvironmentConfig()
         self._models = dict(models or {})
         for part, key in self._models.items():

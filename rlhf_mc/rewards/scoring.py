@@ -248,8 +248,7 @@ class Scorer:
         self, custom: CustomFunction, rows: Sequence[RewardRow]
     ) -> dict[int, Any]:
         """Return the result of each row that has the part CUSTOM, by index: what the function
-        returned, or the
-        Failure of the whole call."""
+        returned, or the Failure of the whole call."""
         indices = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
         columns = zip(*(rows[i].arguments(CUSTOM).values() for i in indices), strict=True)
         if not indices:

@@ -3,8 +3,7 @@ request between phases, since a signal reaches them at different steps. What is 
 subject of trainer/save.py.
 
 No torch is imported with this module: signals are handled from the program's first moment on, and
-importing torch
-takes seconds.
+importing torch takes seconds.
 """
 
 from __future__ import annotations

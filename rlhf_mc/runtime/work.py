@@ -3,8 +3,8 @@ rows read, tokens. observability/phase_progress.py shows the pieces that it is d
 the totals by phase of a profiled step.
 
 As with logging, the counts belong to the process: code that works need not know who shows them, and
-a tool counts
-as a run does. Counting costs an addition. The thread of the loop counts, other threads read.
+a tool counts as a run does. Counting costs an addition. The thread of the loop counts, other
+threads read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A worker process that runs a user's code for a rank, and the rank's handle of it. It is not
 started by multiprocessing, which would import the program's main module, torch included, in the
-worker;
-this one imports only what its program needs. No torch here.
+worker; this one imports only what its program needs. No torch here.
 
 The worker writes MessagePack, which the rank decodes to the types that it expects, so that no
 object of the user's code enters the rank. The rank pickles what it sends, since a row of a parquet
@@ -140,8 +139,7 @@ class WorkerProcess:
 
     def _end(self) -> WorkerEndedError:
         """Wait for the end of the process. Return its exit code or signal as an error. End a
-        process
-        that only has lost the pipe, or does not read from it."""
+        process that only has lost the pipe, or does not read from it."""
         try:
             code = self._process.wait(guard.END_SECONDS)
         except subprocess.TimeoutExpired:

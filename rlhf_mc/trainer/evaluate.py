@@ -33,6 +33,12 @@ from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import keep_samples
 from rlhf_mc.trainer.step_state import StepState
 
+CORE = "acc"
+"""The number whose statistics are in val-core: a response's accuracy."""
+RESAMPLES = 1000
+SEED = 42
+"""verl's number of bootstrap resamples, and their seed."""
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -90,7 +96,7 @@ def evaluate(run: Run) -> Validation:
     groups = new_groups(run.val_prompts, range(len(run.val_prompts)), seeds)
     plan = CallPlan.of_all(groups, is_training=False)
     generations = EngineCall(run, plan, parameters, GroupScores(stream, sampling.n)).sample()
-    stream.submit({})  # those that waited for all
+    stream.submit({})  # those held back for a joint call
     return Validation(rows, generations, stream.collect())
 
 
@@ -100,17 +106,6 @@ def write_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> N
     path = directory / ownership.VALIDATION / f"step_{step:06d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-CORE = "acc"
-"""The number whose statistics are in val-core: a response's accuracy."""
-
-
-RESAMPLES = 1000
-
-
-SEED = 42
-"""verl's number of bootstrap resamples, and their seed."""
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ class HealthWatch:
         self._run_id = run_id
         self._monitor: Monitor | None = None
         self.last = StepHealth()
-        """The health of the last complete step, the same on every rank. At the start of a run the
-        response stop does not count: the user has answered it by starting the run again. A run that
-        was killed between a step and another response makes up for it."""
+        """The health of the last complete step, the same on every rank. After a resume its rules
+        act again, since the run may have been killed before their responses; only stop does not:
+        the user has answered it by starting the run again."""
         if not self._cfg.enable:
             return
         if run.groups.rank == 0:

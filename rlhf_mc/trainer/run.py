@@ -62,8 +62,8 @@ class Run:
     rollout_pool: dist.ProcessGroup | None
     """The ranks with a rollout engine; None: all, or this is none of them."""
     exchange: dist.ProcessGroup | None
-    """In which ranks of a rollout pool send scores of their models, and the experts that their
-    engines have chosen; None: no such pool."""
+    """Group in which ranks of a rollout pool send the scores of their models and the experts that
+    their engines have chosen; None: no such pool."""
     environments: EnvironmentManager | None
     """Environments of rollout.environment; None: none."""
     group_pool: GroupPool

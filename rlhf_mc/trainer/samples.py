@@ -24,6 +24,23 @@ from rlhf_mc.run_files import HISTOGRAMS_FILE
 
 FEW_OF_PROMPT = 4
 """Responses to one prompt that can be compared, before those to other prompts."""
+RESPONSE = "response"
+OBSERVATION = "observation"
+CONTEXT = "context"
+"""Kinds of parts of a response (`split_turns`)."""
+MAX_TOKENS = 512
+"""Tokens of a response that `token_columns` has."""
+TOKEN_FIELDS = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "loss_mask",
+)
+"""Fields of RaggedBatch that `token_columns` has."""
+MAX_BINS = 64
+"""Bins of a histogram of lengths, at most."""
 
 
 def some_of_each_prompt(num_responses: int, n: int, count: int) -> list[int]:
@@ -120,11 +137,6 @@ def weights_steps(step: int, batch: RaggedBatch) -> list[int]:
     return [step - 1 - int(part.max()) for part in ages]
 
 
-RESPONSE = "response"
-OBSERVATION = "observation"
-CONTEXT = "context"
-
-
 def split_turns(
     tokenizer: PreTrainedTokenizerBase, response: Sequence[int], episode: Episode | None
 ) -> list[tuple[str, str]]:
@@ -143,19 +155,6 @@ def split_turns(
     return [
         (kind, tokenizer.decode(part, skip_special_tokens=False)) for kind, part in parts if part
     ]
-
-
-MAX_TOKENS = 512
-"""Tokens of a response that `token_columns` has."""
-TOKEN_FIELDS = (
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-    "values",
-    "advantages",
-    "loss_mask",
-)
-"""Fields of RaggedBatch that `token_columns` has."""
 
 
 def token_columns(
@@ -210,9 +209,6 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
             texts[i] = text[len(decode(token_ids[start:end])) :]
             start, end = end, i + 1
     return texts
-
-
-MAX_BINS = 64
 
 
 def record_histograms(cfg: Config, rank: int, run_id: str, step: int, batch: RaggedBatch) -> None:

@@ -165,9 +165,8 @@ def load_experts(arrays: Mapping[str, np.ndarray], num_experts: int) -> dict[int
 
 
 def _write(groups: Sequence[Group], path: Path) -> None:
-    """Write groups to an .npz file: arrays by group
-    [G], by response [G, rollout.n], by token [R] end to end, and the versions of all tokens
-    run-length coded."""
+    """Write groups to an .npz file: arrays by group [G], by response [G, rollout.n], by token [R]
+    end to end, and the versions of all tokens run-length coded."""
     responses = [response for group in groups for response in group.responses]
     versions = np.concatenate([of_tokens for group in groups for of_tokens in group.versions])
     starts = np.flatnonzero(np.diff(versions, prepend=-1))

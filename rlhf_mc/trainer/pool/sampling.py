@@ -61,7 +61,7 @@ class GroupSampling:
         self._call.begin()
         if self._plan.enough is None:
             self._scores.submit(self._plan.certain)
-            self._stream.submit({})  # those that waited for all
+            self._stream.submit({})  # those held back for a joint call
 
     def end(self) -> tuple[Sequence[Group], ScoredBatch]:
         """Exchange the responses of `begin`. Return the groups that a step trains on, and their
@@ -87,7 +87,7 @@ class GroupSampling:
             responses = Responses.of([response for group in groups for response in group.responses])
         self._call.send_experts()
         if not self._has_greedy:  # else `add_greedy` does
-            self._stream.submit({})  # those that waited for all
+            self._stream.submit({})  # those held back for a joint call
         has_ages = plan.is_resumable or self._trained_version == state.step
         version = self._trained_version if has_ages else None
         of_agents = run.config.rollout.environment.is_agent
@@ -130,4 +130,4 @@ def add_greedy(run: Run, state: StepState, groups: Sequence[Group], stream: Scor
         of_agents = run.config.rollout.environment.is_agent
         state.greedy = build_batch(prompts, call.sample(), of_agents)
     state.num_generated += call.num_sampled
-    stream.submit({})  # those that waited for all
+    stream.submit({})  # those held back for a joint call
