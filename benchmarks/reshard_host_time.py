@@ -104,7 +104,7 @@ def measure(model: str, repeats: int) -> list[str]:
     shape = planned_shapes(cfg)["actor"]
     world = NODE * nodes
     mesh = training_mesh(cfg.actor.megatron, world)
-    training = planned_layouts(shape, mesh, cuda=True)
+    training = planned_layouts(shape, mesh)
     plan = weight_update_plans(cfg, shape, world, NODE)[0]
     groups = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size, NODE)
     rollout = rollout_layouts(shape, groups, vllm_layout)

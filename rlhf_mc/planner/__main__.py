@@ -2,8 +2,7 @@
 it does not fit.
 
 python -m rlhf_mc.planner CONFIG.yaml [section.key=value ...] [--model MODEL] --nodes N
-[--gpus-per-node 8]
-    [--gpu h100] [--json]
+    [--gpus-per-node 8] [--gpu h100] [--json]
 python -m rlhf_mc.planner CONFIG.yaml ... --search [--top N] [--write PATH.yaml]
 """
 
@@ -33,6 +32,7 @@ from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, Machine, parse_gpu
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.lengths import Lengths, expected_lengths
 from rlhf_mc.planner.measured import expect_times
+from rlhf_mc.planner.memory import Capacity
 from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.planner.report import (
     NO_TIMES,
@@ -50,7 +50,6 @@ from rlhf_mc.planner.report import (
 )
 from rlhf_mc.planner.search import PlannedSettings, search
 from rlhf_mc.planner.start import (
-    Capacity,
     approximations,
     check_fit,
     fit_error,

@@ -30,81 +30,6 @@ class LayerBytes:
     """Stored for the time of its backward pass alone, by recomputation."""
 
 
-def layer_bytes(
-    layer: Layer, shape: ModelShape, megatron: MegatronConfig, transformer_engine: bool
-) -> LayerBytes:
-    """Return the bytes per token of a layer of a model. With experts: for evenly routed tokens."""
-    sizes = _Sizes(shape, megatron)
-    mixer, feed_forward = sizes.of_blocks(layer)
-    all_of_it = (sizes.transformer_engine if transformer_engine else sizes.local)(layer)
-    if megatron.recompute_granularity == "full":
-        stored = sizes.states * sizes.itemsize
-        return LayerBytes(stored, all_of_it + mixer.recomputed_bytes)
-    if megatron.recompute_granularity is None or not (transformer_engine or mixer.heads):
-        return LayerBytes(all_of_it, mixer.recomputed_bytes)
-    if transformer_engine:
-        recomputed = (sizes.states + feed_forward.recomputed) * sizes.itemsize
-        return LayerBytes(all_of_it - recomputed, recomputed + mixer.recomputed_bytes)
-    # On a CPU the attention: its log-sum-exp is not stored, its output by the projection alone.
-    log_sum_exp = _FLOAT32 * mixer.heads
-    padded = mixer.padded * sizes.itemsize
-    return LayerBytes(
-        all_of_it - log_sum_exp - padded, log_sum_exp + padded + mixer.queries * sizes.itemsize
-    )
-
-
-class _Sizes:
-    """Elements per token on one rank."""
-
-    def __init__(self, shape: ModelShape, megatron: MegatronConfig) -> None:
-        self._tp = megatron.tensor_model_parallel_size
-        self._shards = self._tp if megatron.sequence_parallel else 1
-        self.itemsize = ITEMSIZES[megatron.dtype]
-        self.states = shape.hidden_size / self._shards
-        """The hidden states between layers: with sequence parallelism a shard."""
-        self._torch_norms = shape.zero_centered_norms or megatron.dtype != "float32"
-        """On a CPU, torch computes the norms and their gradient operation by operation
-        (models/layers.py)."""
-
-    def of_blocks(self, layer: Layer) -> tuple[MixerActivations, FeedForwardActivations]:
-        """Return what the blocks of a layer store."""
-        mixer = layer.mixer.activations(self._tp, self._shards)
-        return mixer, layer.feed_forward.activations(self._tp)
-
-    def row_bytes(self, layer: Layer, work: MicroBatchPass) -> float:
-        """Return the bytes of the mixer's rows, where a micro-batch shares prompts."""
-        mixer, _ = self.of_blocks(layer)
-        return work.rows * mixer.stored * self.itemsize
-
-    def transformer_engine(self, layer: Layer) -> float:
-        """Return the bytes of a layer of Transformer Engine without recomputation: inputs and
-        outputs of both norms; queries, keys and values, and the first two after the rotation; the
-        attention's output with its log-sum-exp; gate and up, and their product."""
-        mixer, feed_forward = self.of_blocks(layer)
-        attention = mixer.stored + mixer.normalised
-        # torch attends, with k and v repeated for each query head (models/layers.py)
-        if self.itemsize == _FLOAT32:
-            attention += 2 * (mixer.queries - mixer.keys) + mixer.padded
-        elements = 4 * self.states + attention + 3 * feed_forward.product + feed_forward.inputs
-        routing = feed_forward.routing_bytes
-        return elements * self.itemsize + _FLOAT32 * (mixer.heads + 2) + routing
-
-    def local(self, layer: Layer) -> float:
-        """Return the bytes of a local layer on a CPU: input and output of each norm; keys and
-        queries before the rotation, with the values; the feed-forward."""
-        mixer, feed_forward = self.of_blocks(layer)
-        norms = 2 * self.norm() * self.states
-        norms += (2 if self._torch_norms else 1) * _FLOAT32 * mixer.normalised
-        elements = mixer.stored + mixer.padded + feed_forward.local
-        routing = feed_forward.routing_bytes
-        return norms + elements * self.itemsize + _FLOAT32 * (mixer.heads + 2) + routing
-
-    def norm(self) -> int:
-        """Return the bytes of an element of the states that a norm on a CPU keeps: of its input and
-        its output, and where torch computes it, of the normalised states."""
-        return (2 if self._torch_norms else 1) * _FLOAT32 + self.itemsize
-
-
 @dataclass(frozen=True)
 class MicroBatchPass:
     """A pass over micro-batches: the largest of them, and how many there are."""
@@ -118,125 +43,170 @@ class MicroBatchPass:
     """Tokens of whole sequences, for which attention copies shared prompts; 0: none is shared."""
 
 
-def update_peak(
-    shape: ModelShape,
-    megatron: MegatronConfig,
-    mesh: Mesh,
-    stage: int,
-    work: MicroBatchPass,
-    cuda: bool,
-    entropy: bool,
-    at_layer: float = 0.0,
-) -> float:
-    """Return the bytes of activations and gradients of activations at the peak of an update, on a
-    rank of the stage. cuda: on a GPU, with Transformer Engine. entropy: the loss needs the
-    entropy's gradient. at_layer: bytes that a layer's backward pass has besides."""
-    sizes = _Sizes(shape, megatron)
-    stored = _stored_bytes(shape, megatron, mesh, stage, work, cuda)
-    # With sequence parallelism the states of all tensor-parallel ranks are gathered, and so is
-    # their gradient.
-    gathered = 2 * shape.hidden_size if megatron.sequence_parallel else 0
-    backward = 0.0
-    for layer in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
-        _, feed_forward = sizes.of_blocks(layer)
-        # A layer's backward pass begins with the gradients of its output, of the residual, and of
-        # the MLP's product; of experts also with the gradients of their outputs, twice: in the
-        # order of the tokens and of the experts.
-        first = 2 * sizes.states + feed_forward.product + 2 * feed_forward.inputs
-        recomputed = layer_bytes(layer, shape, megatron, cuda).recomputed
-        of_layer = work.tokens * (recomputed + sizes.itemsize * (first + gathered))
-        of_layer += 2 * sizes.row_bytes(layer, work)  # and their gradients
-        if not cuda:  # on a GPU the product that computes a weight's gradient adds it to main_grad
-            of_layer += sizes.itemsize * shape.hidden_size * feed_forward.product
-        backward = max(backward, of_layer + at_layer)
-    if stage == mesh.pp - 1:
-        norm = (2 * sizes.itemsize if cuda else sizes.norm()) * sizes.states
-        head = _head_bytes(shape, megatron, work.logits, cuda, entropy)
-        backward = max(backward, work.tokens * (norm + gathered * sizes.itemsize) + head)
-    if mesh.pp > 1:  # the output of each micro-batch in flight, and the gradient of one
-        outputs = min(mesh.pp - stage, work.num_micro_batches) + 1
-        backward += work.tokens * outputs * sizes.states * sizes.itemsize
-    return work.tokens * stored + backward
+class Activations:
+    """The activations of one model on a rank."""
 
+    def __init__(self, shape: ModelShape, megatron: MegatronConfig, cuda: bool) -> None:
+        """cuda: on a GPU, with Transformer Engine."""
+        self._shape = shape
+        self._megatron = megatron
+        self._cuda = cuda
+        self._tp = megatron.tensor_model_parallel_size
+        self._shards = self._tp if megatron.sequence_parallel else 1
+        self._itemsize = ITEMSIZES[megatron.dtype]
+        self._states = shape.hidden_size / self._shards
+        """Elements per token of the hidden states between layers: with sequence parallelism a
+        shard."""
+        self._torch_norms = shape.zero_centered_norms or megatron.dtype != "float32"
+        """On a CPU, torch computes the norms and their gradient operation by operation
+        (models/layers.py)."""
 
-def _stored_bytes(
-    shape: ModelShape,
-    megatron: MegatronConfig,
-    mesh: Mesh,
-    stage: int,
-    work: MicroBatchPass,
-    cuda: bool,
-) -> float:
-    """Return the bytes per token that the layers of a stage store for all micro-batches in
-    flight."""
-    chunks = [shape.by_kind(layers) for layers in mesh.chunk_layers(shape.num_layers, stage)]
-    of_chunks = [
-        sum(n * layer_bytes(layer, shape, megatron, cuda).stored for layer, n in counts.items())
-        for counts in chunks
-    ]
-    return max(of_chunks) * chunks_in_flight(mesh, stage, work.num_micro_batches)
+    def layer_bytes(self, layer: Layer) -> LayerBytes:
+        """Return the bytes per token of a layer of the model. With experts: for evenly routed
+        tokens."""
+        mixer, feed_forward = self._blocks(layer)
+        all_of_it = (self._transformer_engine if self._cuda else self._local)(layer)
+        granularity = self._megatron.recompute_granularity
+        if granularity == "full":
+            return LayerBytes(self._states * self._itemsize, all_of_it + mixer.recomputed_bytes)
+        if granularity is None or not (self._cuda or mixer.heads):
+            return LayerBytes(all_of_it, mixer.recomputed_bytes)
+        if self._cuda:
+            recomputed = (self._states + feed_forward.recomputed) * self._itemsize
+            return LayerBytes(all_of_it - recomputed, recomputed + mixer.recomputed_bytes)
+        # On a CPU the attention: its log-sum-exp is not stored, its output by the projection alone.
+        log_sum_exp = _FLOAT32 * mixer.heads
+        padded = mixer.padded * self._itemsize
+        queries = mixer.queries * self._itemsize
+        return LayerBytes(all_of_it - log_sum_exp - padded, log_sum_exp + padded + queries)
 
+    def update_peak(
+        self, mesh: Mesh, stage: int, work: MicroBatchPass, entropy: bool, at_layer: float = 0.0
+    ) -> float:
+        """Return the bytes of activations and gradients of activations at the peak of an update, on
+        a rank of the stage. entropy: the loss needs the entropy's gradient. at_layer: bytes that a
+        layer's backward pass has besides."""
+        shape = self._shape
+        itemsize = self._itemsize
+        # With sequence parallelism the states of all tensor-parallel ranks are gathered, and so is
+        # their gradient.
+        gathered = 2 * shape.hidden_size if self._megatron.sequence_parallel else 0
+        backward = 0.0
+        for layer in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
+            _, feed_forward = self._blocks(layer)
+            # A layer's backward pass begins with the gradients of its output, of the residual, and
+            # of the MLP's product; of experts also with the gradients of their outputs, twice: in
+            # the order of the tokens and of the experts.
+            first = 2 * self._states + feed_forward.product + 2 * feed_forward.inputs
+            recomputed = self.layer_bytes(layer).recomputed
+            of_layer = work.tokens * (recomputed + itemsize * (first + gathered))
+            of_layer += 2 * self._row_bytes(layer, work)  # and their gradients
+            # on a GPU the product that computes a weight's gradient adds it to main_grad
+            if not self._cuda:
+                of_layer += itemsize * shape.hidden_size * feed_forward.product
+            backward = max(backward, of_layer + at_layer)
+        if stage == mesh.pp - 1:
+            norm = (2 * itemsize if self._cuda else self._norm()) * self._states
+            head = self._head_bytes(work.logits, entropy)
+            backward = max(backward, work.tokens * (norm + gathered * itemsize) + head)
+        if mesh.pp > 1:  # the output of each micro-batch in flight, and the gradient of one
+            outputs = min(mesh.pp - stage, work.num_micro_batches) + 1
+            backward += work.tokens * outputs * self._states * itemsize
+        return work.tokens * self._stored_bytes(mesh, stage, work.num_micro_batches) + backward
 
-def forward_peak(
-    shape: ModelShape,
-    megatron: MegatronConfig,
-    mesh: Mesh,
-    stage: int,
-    work: MicroBatchPass,
-    cuda: bool,
-) -> float:
-    """Return the bytes of activations at the peak of a pass without gradients, on a rank of the
-    stage."""
-    sizes = _Sizes(shape, megatron)
-    num_bytes = 0.0
-    for layer in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
-        _, feed_forward = sizes.of_blocks(layer)
-        # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up
-        # and their product. Of experts also where the tokens went, and their inputs three times: in
-        # the order of the tokens, as received, and in the order of the experts; and their outputs.
-        elements = 3 * feed_forward.product + 4 * feed_forward.inputs
-        of_token = (sizes.states + shape.hidden_size + elements) * sizes.itemsize
-        num_bytes = max(num_bytes, work.tokens * (of_token + feed_forward.routing_bytes))
-        num_bytes = max(num_bytes, sizes.row_bytes(layer, work))
-    if stage < mesh.pp - 1:
-        return num_bytes
-    states = work.tokens * (sizes.states + shape.hidden_size) * sizes.itemsize
-    return max(num_bytes, states + _logit_bytes(shape, megatron, work.logits, cuda))
+    def forward_peak(self, mesh: Mesh, stage: int, work: MicroBatchPass) -> float:
+        """Return the bytes of activations at the peak of a pass without gradients, on a rank of the
+        stage."""
+        shape = self._shape
+        num_bytes = 0.0
+        for layer in shape.by_kind(itertools.chain(*mesh.chunk_layers(shape.num_layers, stage))):
+            _, feed_forward = self._blocks(layer)
+            # Of one layer: the residual, the norm's output with sequence parallelism gathered,
+            # gate, up and their product. Of experts also where the tokens went, and their inputs
+            # three times: in the order of the tokens, as received, and in the order of the experts;
+            # and their outputs.
+            elements = 3 * feed_forward.product + 4 * feed_forward.inputs
+            of_token = (self._states + shape.hidden_size + elements) * self._itemsize
+            num_bytes = max(num_bytes, work.tokens * (of_token + feed_forward.routing_bytes))
+            num_bytes = max(num_bytes, self._row_bytes(layer, work))
+        if stage < mesh.pp - 1:
+            return num_bytes
+        states = work.tokens * (self._states + shape.hidden_size) * self._itemsize
+        return max(num_bytes, states + self._logit_bytes(work.logits))
 
+    def _stored_bytes(self, mesh: Mesh, stage: int, num_micro_batches: int) -> float:
+        """Return the bytes per token that the layers of a stage store for all micro-batches in
+        flight."""
+        num_layers = self._shape.num_layers
+        of_chunks = [
+            sum(n * self.layer_bytes(layer).stored for layer, n in counts.items())
+            for counts in map(self._shape.by_kind, mesh.chunk_layers(num_layers, stage))
+        ]
+        return max(of_chunks) * chunks_in_flight(mesh, stage, num_micro_batches)
 
-def _head_bytes(
-    shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: bool, entropy: bool
-) -> float:
-    """Return the bytes of the output layer and its gradients (models/heads.py)."""
-    itemsize = ITEMSIZES[megatron.dtype]
-    states = 2 * logits * shape.hidden_size * itemsize
-    if shape.value_head:
-        return states
-    # The gradient takes the place of the logits, with the entropy's beside it, and is copied into
-    # the weights' type.
-    narrow = 0 if megatron.dtype == "float32" else itemsize
-    gradient = (narrow if cuda else 2 * narrow) + (_FLOAT32 if entropy else 0)
-    weight = _columns(shape, megatron) * shape.hidden_size * (_FLOAT32 + narrow)
-    return states + _logit_bytes(shape, megatron, logits, cuda, gradient) + weight
+    def _blocks(self, layer: Layer) -> tuple[MixerActivations, FeedForwardActivations]:
+        """Return what the blocks of a layer store, in elements per token."""
+        mixer = layer.mixer.activations(self._tp, self._shards)
+        return mixer, layer.feed_forward.activations(self._tp)
 
+    def _row_bytes(self, layer: Layer, work: MicroBatchPass) -> float:
+        """Return the bytes of the mixer's rows, where a micro-batch shares prompts."""
+        mixer, _ = self._blocks(layer)
+        return work.rows * mixer.stored * self._itemsize
 
-def _logit_bytes(
-    shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: bool, gradient: int = 0
-) -> float:
-    """Return the bytes of a chunk of logits, with `gradient` bytes beside each; 0 for a value
-    head."""
-    if shape.value_head:
-        return 0.0
-    product = _FLOAT32 if cuda else 2 * _FLOAT32  # on a CPU with its float32 copy
-    columns = _columns(shape, megatron)
-    chunk = min(logits, max(1, CHUNK_LOGITS * (GPU_CHUNKS if cuda else 1) // columns))
-    return chunk * columns * (product + gradient)
+    def _transformer_engine(self, layer: Layer) -> float:
+        """Return the bytes per token of a layer of Transformer Engine without recomputation: inputs
+        and outputs of both norms; queries, keys and values, and the first two after the rotation;
+        the attention's output with its log-sum-exp; gate and up, and their product."""
+        mixer, feed_forward = self._blocks(layer)
+        attention = mixer.stored + mixer.normalised
+        # torch attends, with k and v repeated for each query head (models/layers.py)
+        if self._itemsize == _FLOAT32:
+            attention += 2 * (mixer.queries - mixer.keys) + mixer.padded
+        elements = 4 * self._states + attention + 3 * feed_forward.product + feed_forward.inputs
+        routing = feed_forward.routing_bytes
+        return elements * self._itemsize + _FLOAT32 * (mixer.heads + 2) + routing
 
+    def _local(self, layer: Layer) -> float:
+        """Return the bytes per token of a local layer on a CPU: input and output of each norm; keys
+        and queries before the rotation, with the values; the feed-forward."""
+        mixer, feed_forward = self._blocks(layer)
+        norms = 2 * self._norm() * self._states
+        norms += (2 if self._torch_norms else 1) * _FLOAT32 * mixer.normalised
+        elements = mixer.stored + mixer.padded + feed_forward.local
+        routing = feed_forward.routing_bytes
+        return norms + elements * self._itemsize + _FLOAT32 * (mixer.heads + 2) + routing
 
-def _columns(shape: ModelShape, megatron: MegatronConfig) -> int:
-    """Return the columns of the output layer on a rank."""
-    tp = megatron.tensor_model_parallel_size
-    return padded_vocab_size(shape.vocab_size, tp) // tp
+    def _norm(self) -> int:
+        """Return the bytes of an element of the states that a norm on a CPU keeps: of its input and
+        its output, and where torch computes it, of the normalised states."""
+        return (2 if self._torch_norms else 1) * _FLOAT32 + self._itemsize
+
+    def _head_bytes(self, logits: int, entropy: bool) -> float:
+        """Return the bytes of the output layer and its gradients (models/heads.py)."""
+        states = 2 * logits * self._shape.hidden_size * self._itemsize
+        if self._shape.value_head:
+            return states
+        # The gradient takes the place of the logits, with the entropy's beside it, and is copied
+        # into the weights' type.
+        narrow = 0 if self._megatron.dtype == "float32" else self._itemsize
+        gradient = (narrow if self._cuda else 2 * narrow) + (_FLOAT32 if entropy else 0)
+        weight = self._columns() * self._shape.hidden_size * (_FLOAT32 + narrow)
+        return states + self._logit_bytes(logits, gradient) + weight
+
+    def _logit_bytes(self, logits: int, gradient: int = 0) -> float:
+        """Return the bytes of a chunk of logits, with `gradient` bytes beside each; 0 for a value
+        head."""
+        if self._shape.value_head:
+            return 0.0
+        product = _FLOAT32 if self._cuda else 2 * _FLOAT32  # on a CPU with its float32 copy
+        columns = self._columns()
+        chunk = min(logits, max(1, CHUNK_LOGITS * (GPU_CHUNKS if self._cuda else 1) // columns))
+        return chunk * columns * (product + gradient)
+
+    def _columns(self) -> int:
+        """Return the columns of the output layer on a rank."""
+        return padded_vocab_size(self._shape.vocab_size, self._tp) // self._tp
 
 
 def chunks_in_flight(mesh: Mesh, stage: int, num_micro_batches: int) -> int:

@@ -1,9 +1,9 @@
 """Device memory of each rank in each phase of a step, from the settings and the shapes of the
 models.
 
-What is resident follows from config/roles.py and the offload settings, as the offload
-schedule moves it.
-The rollout engine takes the share of the device that rollout.gpu_memory_utilization gives it.
+What is resident follows from config/roles.py and the offload settings, as the offload schedule
+moves it. The rollout engine takes the share of the device that rollout.gpu_memory_utilization gives
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhf_mc.config.roles import (
     tokens_on_rank,
 )
 from rlhf_mc.config.schema import Config, layouts, teachers
-from rlhf_mc.planner.activations import MicroBatchPass, forward_peak, update_peak
+from rlhf_mc.planner.activations import Activations, MicroBatchPass
 from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.planner.lengths import Lengths, computed_tokens
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
@@ -65,6 +65,24 @@ log-prob as they come, its number as int64, the student's log-prob, and the grad
 products."""
 _QUANTIZED = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
 """Weights that rollout.quantization quantizes: of linear layers, without embeddings and router."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The number of ranks, and the memory of each."""
+
+    num_ranks: int
+    device_bytes: int
+    """Memory of each GPU, or an equal share of the memory of a GPU or of a node for each of its
+    ranks."""
+    cuda: bool = True
+    """False: on CPUs, where the ranks of a node share its memory."""
+    ranks_per_node: int = 8
+    host_bytes: float | None = None
+    """Host memory of each node with GPUs; None: it is not compared."""
+    transformer_engine: bool = True
+    """The GPUs run Transformer Engine's layers."""
+    ranks_per_gpu: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,23 +151,21 @@ class RankMemory:
 def plan_memory(
     cfg: Config,
     shapes: Mapping[str, ModelShape],
-    world: int,
-    device_bytes: int,
-    cuda: bool = True,
-    gpus_per_node: int = 8,
+    capacity: Capacity,
     one_of_each_stage: bool = False,
 ) -> list[RankMemory]:
     """Return the memory of each class of ranks of a run, those of a rollout pool last.
     one_of_each_stage: of one rank of each class of pipeline stages, which is nearly the memory of
     its tensor-parallel group.
 
-    shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs,
-    where device_bytes are a rank's share of the memory of its node."""
+    shapes: of the run's models, by role."""
+    world = capacity.num_ranks
+    cuda = capacity.cuda
     num_training = num_training_ranks(cfg, world)
     meshes = {role: role_mesh(cfg, role, world) for role in shapes}
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     pool = cfg.resource_pools.rollout
-    tp_rank = rollout_tp_ranks(meshes["actor"], rollout_tp, gpus_per_node, pool)
+    tp_rank = rollout_tp_ranks(meshes["actor"], rollout_tp, capacity.ranks_per_node, pool)
     stages = _one_of_each_stage(list(meshes.values()))
     alike: dict[tuple[object, ...], list[int]] = {}
     for rank in (
@@ -167,7 +183,7 @@ def plan_memory(
         if rank in tp_rank:
             source = min(rank, num_training - 1)  # in a rollout pool no weight is shared
             rollout = _rollout(
-                cfg, shapes["actor"], meshes["actor"], source, tp_rank[rank], device_bytes, cuda
+                cfg, shapes["actor"], meshes["actor"], source, tp_rank[rank], capacity
             )
         models = {
             role: _Model(cfg, role, shapes[role], meshes[role], rank, cuda)
@@ -180,9 +196,7 @@ def plan_memory(
 
     def phases(staying: Collection[str]) -> list[tuple[Phase, ...]]:
         of_class = [(models, rollout) for models, rollout, _ in classes.values()]
-        return [
-            tuple(_phases(cfg, names, *parts, cuda, gpus_per_node, staying)) for parts in of_class
-        ]
+        return [tuple(_phases(cfg, names, *parts, capacity, staying)) for parts in of_class]
 
     updates = {
         phase: role
@@ -190,7 +204,7 @@ def plan_memory(
         if "update" in phase and role in shapes
     }
     planned = phases(updates.values())
-    room = 0.0 if cfg.trainer.planner == "off" else (1 - ROOM) * device_bytes
+    room = 0.0 if cfg.trainer.planner == "off" else (1 - ROOM) * capacity.device_bytes
     full = {phase.name for of_rank in planned for phase in of_rank if cuda and phase.total > room}
     staying = frozenset(role for phase, role in updates.items() if phase not in full)
     if len(staying) < len(updates):
@@ -224,6 +238,7 @@ class _Model:
         """The layout of its ranks."""
         self._megatron = layouts(cfg)[role]
         self._cuda = cuda
+        self._activations = Activations(shape, self._megatron, cuda)
         coordinate = model_coordinate(mesh, rank)
         self.stage = coordinate.pp
         freeze = {"actor": cfg.actor.freeze, "critic": cfg.critic.freeze}.get(role)
@@ -275,7 +290,7 @@ class _Model:
 
     def forward(self, work: MicroBatchPass) -> dict[str, float]:
         """Return the bytes of a pass without gradients."""
-        size = forward_peak(self._shape, self._megatron, self.mesh, self.stage, work, self._cuda)
+        size = self._activations.forward_peak(self.mesh, self.stage, work)
         fsdp = self.sharding
         if fsdp is None:
             return {"activations": size}
@@ -285,9 +300,7 @@ class _Model:
         """Return the bytes of an update, without the model's state."""
         fsdp = self.sharding
         at_layer = 0.0 if fsdp is None else fsdp.gathered_at_layer + fsdp.gradients_at_layer
-        size = update_peak(
-            self._shape, self._megatron, self.mesh, self.stage, work, self._cuda, entropy, at_layer
-        )
+        size = self._activations.update_peak(self.mesh, self.stage, work, entropy, at_layer)
         if fsdp is None:
             return {"activations": size}
         return _with_gathered(size, fsdp.gathered, fsdp.at_end)
@@ -319,8 +332,7 @@ def _phases(
     names: Sequence[str],
     models: Mapping[str, _Model],
     rollout: Rollout | None,
-    cuda: bool,
-    gpus_per_node: int,
+    capacity: Capacity,
     staying: Collection[str],
 ) -> Iterator[Phase]:
     """Yield these phases of a rank. staying: RankMemory's."""
@@ -355,9 +367,9 @@ def _phases(
             parts["vLLM"] = rollout.budget
         elif rollout is not None and "weights" in row["rollout"]:
             parts["vLLM weights"] = float(rollout.weights)
-        reserved = (
-            reserved_bytes(meshes, gpus_per_node, rollout_tp, asleep) if cuda else RESERVED_ON_CPU
-        )
+        reserved: float = RESERVED_ON_CPU
+        if capacity.cuda:
+            reserved = reserved_bytes(meshes, capacity.ranks_per_node, rollout_tp, asleep)
         parts = {**parts, **work.get(name, {}), "reserved": reserved}
         yield Phase(name, {key: size for key, size in parts.items() if size})
 
@@ -423,9 +435,9 @@ def _rollout(
     mesh: Mesh,
     rank: int,
     tp_rank: int,
-    device_bytes: int,
-    cuda: bool,
+    capacity: Capacity,
 ) -> Rollout:
+    cuda = capacity.cuda
     settings = cfg.rollout
     dtype = cfg.actor.megatron.dtype
     itemsize = ITEMSIZES[dtype]
@@ -452,7 +464,7 @@ def _rollout(
     activations = states + logits + settings.max_num_seqs * shape.cached_per_sequence(tp, itemsize)
     kv_cache = settings.cpu_kvcache_space_gb << 30
     return Rollout(
-        budget=settings.gpu_memory_utilization * device_bytes
+        budget=settings.gpu_memory_utilization * capacity.device_bytes
         if cuda
         else weights + activations + kv_cache,
         weights=weights,

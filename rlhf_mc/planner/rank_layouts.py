@@ -47,19 +47,18 @@ def layout_at(shape: ModelShape, mesh: Mesh, coordinate: Coordinate, cuda: bool)
     return training_layout(shape, mesh, coordinate, transformer_engine=cuda)
 
 
-def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
-    """Return each rank's layout; replicas share one object, for which make_plan plans once."""
+def planned_layouts(shape: ModelShape, mesh: Mesh) -> list[Layout]:
+    """Return each rank's layout on GPUs. Replicas share one object, for which make_plan plans
+    once."""
     return [
-        _rank_layout(shape, mesh, model_coordinate(mesh, rank), cuda, rank % mesh.shards)
+        _rank_layout(shape, mesh, model_coordinate(mesh, rank), rank % mesh.shards)
         for rank in range(mesh.world)
     ]
 
 
 @functools.lru_cache(maxsize=1024)
-def _rank_layout(
-    shape: ModelShape, mesh: Mesh, coordinate: Coordinate, cuda: bool, part: int
-) -> Layout:
-    layout = layout_at(shape, mesh, coordinate, cuda)
+def _rank_layout(shape: ModelShape, mesh: Mesh, coordinate: Coordinate, part: int) -> Layout:
+    layout = layout_at(shape, mesh, coordinate, True)
     return layout if mesh.shards == 1 else row_shard(layout, part, mesh.shards)
 
 

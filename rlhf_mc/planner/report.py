@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.load import nest_settings
 from rlhf_mc.config.schema import Config
 from rlhf_mc.config.yaml_reader import yaml_document
@@ -16,36 +16,16 @@ from rlhf_mc.planner.gpus import Machine
 from rlhf_mc.planner.host_memory import NodeMemory
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.measured import Expected
-from rlhf_mc.planner.memory import RankMemory, sum_by_name
+from rlhf_mc.planner.memory import Capacity, RankMemory, sum_by_name
 from rlhf_mc.planner.search import EQUAL, PlannedSettings, describe_ranks, search
 from rlhf_mc.planner.search_space import Settings
-from rlhf_mc.planner.start import GB, Capacity, MemoryFit, rank_text
+from rlhf_mc.planner.start import GB, MemoryFit, rank_text
 from rlhf_mc.planner.storage import Storage
 from rlhf_mc.planner.times import StepTimes
 from rlhf_mc.planner.traffic import Traffic
 from rlhf_mc.topology.mesh import role_mesh
 
 NO_TIMES = "no times: of a GPU that is given by its bytes no rates are known"
-_COLUMNS = (
-    "rank",
-    "step s",
-    "tokens/s/GPU",
-    "expected",
-    "GB left",
-    "ranks",
-    "TP",
-    "CP",
-    "PP",
-    "chunks",
-    "EP",
-    "rollout TP",
-    "update tokens",
-    "other tokens",
-    "recompute",
-    "offload",
-    "vLLM",
-    "sequences",
-)
 
 
 def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
@@ -223,7 +203,8 @@ def times_json(times: StepTimes, lengths: Lengths, expected: Expected | None) ->
 
 def search_table(choices: Sequence[PlannedSettings], lengths: Lengths) -> str:
     """Return the table, the best choice first."""
-    rows = [_COLUMNS, *(_row(number, choice) for number, choice in enumerate(choices, 1))]
+    cells = [_cells(number, choice) for number, choice in enumerate(choices, 1)]
+    rows = [list(cells[0]), *(list(of_choice.values()) for of_choice in cells)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
@@ -242,35 +223,34 @@ def search_table(choices: Sequence[PlannedSettings], lengths: Lengths) -> str:
     return "\n".join([title, *lines, *sorted(sources)])
 
 
-def _row(number: int, choice: PlannedSettings) -> tuple[str, ...]:
+def _cells(number: int, choice: PlannedSettings) -> dict[str, str]:
+    """Return the row of a choice, by the titles of the columns."""
     cfg = choice.cfg
     actor = cfg.actor.megatron
-    budgets = (
-        str(cfg.actor.ppo_max_token_len_per_gpu),
-        str(cfg.rollout.log_prob_max_token_len_per_gpu),
-    )
     offloads = [
         name for name in ("grad", "optimizer", "param") if getattr(actor, f"{name}_offload")
     ]
-    return (
-        str(number),
-        f"{choice.times.seconds:.1f}",
-        f"{choice.times.tokens_per_gpu:.0f}",
-        f"{choice.expected.times.tokens_per_gpu:.0f}" if choice.expected else "",
-        f"{choice.fit.spare / 1e9:.1f}",
-        describe_ranks(cfg, choice.times.world),
-        str(actor.tensor_model_parallel_size),
-        str(actor.context_parallel_size),
-        str(actor.pipeline_model_parallel_size),
-        str(actor.virtual_pipeline_model_parallel_size or 1),
-        str(actor.expert_model_parallel_size),
-        str(cfg.rollout.tensor_model_parallel_size),
-        *budgets,
-        actor.recompute_granularity or "none",
-        "+".join(offloads) or "none",
-        f"{cfg.rollout.gpu_memory_utilization:g}",
-        str(choice.times.sequences_at_a_time),
-    )
+    expected = choice.expected
+    return {
+        "rank": str(number),
+        "step s": f"{choice.times.seconds:.1f}",
+        "tokens/s/GPU": f"{choice.times.tokens_per_gpu:.0f}",
+        "expected": f"{expected.times.tokens_per_gpu:.0f}" if expected else "",
+        "GB left": f"{choice.fit.spare / 1e9:.1f}",
+        "ranks": describe_ranks(cfg, choice.times.world),
+        "TP": str(actor.tensor_model_parallel_size),
+        "CP": str(actor.context_parallel_size),
+        "PP": str(actor.pipeline_model_parallel_size),
+        "chunks": str(actor.virtual_pipeline_model_parallel_size or 1),
+        "EP": str(actor.expert_model_parallel_size),
+        "rollout TP": str(cfg.rollout.tensor_model_parallel_size),
+        "update tokens": str(cfg.actor.ppo_max_token_len_per_gpu),
+        "other tokens": str(cfg.rollout.log_prob_max_token_len_per_gpu),
+        "recompute": actor.recompute_granularity or "none",
+        "offload": "+".join(offloads) or "none",
+        "vLLM": f"{cfg.rollout.gpu_memory_utilization:g}",
+        "sequences": str(choice.times.sequences_at_a_time),
+    }
 
 
 def compare_with_megatron(
@@ -328,8 +308,5 @@ def write_config(
         "config.\n"
     )
     text = f"{head}\n{yaml_document(nest_settings({**settings, **choice.settings}))}"
-    try:
-        with Path(path).open("x") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"--write: {path} cannot be written ({error_reason(error)})") from error
+    with disk_errors(f"--write: {path} cannot be written"), Path(path).open("x") as file:
+        file.write(text)

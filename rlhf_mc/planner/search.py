@@ -22,7 +22,7 @@ from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.measured import Expected, expect_times
-from rlhf_mc.planner.memory import RankMemory, plan_memory
+from rlhf_mc.planner.memory import Capacity, RankMemory, plan_memory
 from rlhf_mc.planner.model_state import ModelState
 from rlhf_mc.planner.search_space import (
     BUCKET,
@@ -36,7 +36,7 @@ from rlhf_mc.planner.search_space import (
     SearchSpace,
     Settings,
 )
-from rlhf_mc.planner.start import Capacity, MemoryFit, check_fit, plan_run
+from rlhf_mc.planner.start import MemoryFit, check_fit, plan_run
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
 from rlhf_mc.planner.traffic import Traffic, weight_update
 from rlhf_mc.reshard.layout import logical_shapes
@@ -460,10 +460,7 @@ class _Search:
         return replace(choice, times=times, expected=expected, fit=fit)
 
     def _plan(self, cfg: Config, one_of_each_stage: bool = True) -> list[RankMemory]:
-        world = self._machine.world
-        return plan_memory(
-            cfg, self._shapes, world, self._device_bytes, one_of_each_stage=one_of_each_stage
-        )
+        return plan_memory(cfg, self._shapes, self._capacity, one_of_each_stage)
 
 
 def _without_engine(parts: Mapping[str, float]) -> float:

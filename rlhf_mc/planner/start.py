@@ -14,30 +14,13 @@ from rlhf_mc.config.load import load_config, to_dict
 from rlhf_mc.config.roles import shares_weights, uses_critic
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import plan_host_memory
-from rlhf_mc.planner.memory import Phase, RankMemory, plan_memory, sum_by_name
+from rlhf_mc.planner.memory import Capacity, Phase, RankMemory, plan_memory, sum_by_name
 from rlhf_mc.reshard.model_checks import check_layouts
 from rlhf_mc.rollout.engines import engine_factory
 
 GB = 10**9
 KV_CACHE = "kv_cache"
 HOST_MEMORY = "host_memory"
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """The number of ranks, and the memory of each."""
-
-    num_ranks: int
-    device_bytes: int
-    """Memory of each GPU, or an equal share of the memory of a GPU or of a node for each of its
-    ranks."""
-    cuda: bool = True
-    ranks_per_node: int = 8
-    host_bytes: float | None = None
-    """Host memory of each node with GPUs; None: it is not compared."""
-    transformer_engine: bool = True
-    """The GPUs run Transformer Engine's layers."""
-    ranks_per_gpu: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,14 +49,7 @@ def plan_run(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) 
     engine_factory(cfg.rollout).check_layout(
         shapes["actor"], cfg.rollout.tensor_model_parallel_size
     )
-    return plan_memory(
-        cfg,
-        shapes,
-        capacity.num_ranks,
-        capacity.device_bytes,
-        capacity.cuda,
-        capacity.ranks_per_node,
-    )
+    return plan_memory(cfg, shapes, capacity)
 
 
 def check_fit(

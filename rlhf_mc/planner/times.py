@@ -26,7 +26,7 @@ from rlhf_mc.config.roles import (
     shared_models,
 )
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.planner.activations import layer_bytes
+from rlhf_mc.planner.activations import Activations
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.full_sharding import FullySharded, full_sharding
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
@@ -201,9 +201,8 @@ class _Model:
         """Return the parts of a pass over all micro-batches through the pipeline.
 
         The slowest stage works on one micro-batch after the other. Before its first and after its
-        last it waits for
-        the first chunks of the other stages: (p - 1) / (v m) of the time of m micro-batches, with p
-        equal stages of v chunks (arXiv 2104.04473, section 2.2)."""
+        last it waits for the first chunks of the other stages: (p - 1) / (v m) of the time of m
+        micro-batches, with p equal stages of v chunks (arXiv 2104.04473, section 2.2)."""
         stages = range(self._mesh.pp)
         sequences = work.sequences / work.micro_batches
         one_micro_batch = [
@@ -274,11 +273,13 @@ class _Model:
         if not extra.forward_traffic:
             return {}
         mesh = self._mesh
-        whole = replace(self._megatron, recompute_granularity=None)
+        activations = Activations(self._shape, self._megatron, cuda=True)
+        without_recomputation = replace(self._megatron, recompute_granularity=None)
+        whole = Activations(self._shape, without_recomputation, cuda=True)
         moved = 0.0
         for layer, count in self._layers(stage).items():
-            stored = layer_bytes(layer, self._shape, whole, True).stored
-            recomputed = layer_bytes(layer, self._shape, self._megatron, True).recomputed
+            stored = whole.layer_bytes(layer).stored
+            recomputed = activations.layer_bytes(layer).recomputed
             training = stored * extra.training_traffic + recomputed * extra.forward_traffic
             moved += count * (training if backward else stored * extra.forward_traffic)
         seconds = {

@@ -79,8 +79,7 @@ def plan_traffic(
 ) -> list[Traffic]:
     """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
     by_role = {
-        role: planned_layouts(shape, _mesh(cfg, role, world), True)
-        for role, shape in shapes.items()
+        role: planned_layouts(shape, _mesh(cfg, role, world)) for role, shape in shapes.items()
     }
     traffic = [weight_update(cfg, shapes["actor"], world, gpus_per_node)]
     steps = [(GEN, _rollout_collectives(cfg, shapes["actor"], world, gpus_per_node, lengths))]
@@ -263,17 +262,13 @@ def _received(
     received: dict[tuple[str, str], Traffic] = {}
     for collective in collectives:
         intra, inter = collective.received(rank, gpus_per_node)
-        before = received.get(
-            (collective.name, collective.kind),
-            Traffic(phase, collective.name, collective.kind, 0.0, 0.0, 0.0),
-        )
-        received[collective.name, collective.kind] = Traffic(
-            phase,
-            collective.name,
-            collective.kind,
-            before.intra_node + intra,
-            before.inter_node + inter,
-            before.count + collective.calls,
+        key = (collective.name, collective.kind)
+        before = received.get(key, Traffic(phase, *key, 0.0, 0.0, 0.0))
+        received[key] = replace(
+            before,
+            intra_node=before.intra_node + intra,
+            inter_node=before.inter_node + inter,
+            count=before.count + collective.calls,
         )
     return list(received.values())
 
@@ -289,7 +284,7 @@ def weight_update_plans(
     """Return the plans of the weight update on GPUs, as a run makes them. shape: the actor's."""
     mesh = training_mesh(layouts(cfg)["actor"], num_training_ranks(cfg, world))
     shape = shape.base
-    rank_layouts = planned_layouts(shape, mesh, cuda=True)
+    rank_layouts = planned_layouts(shape, mesh)
     if has_contiguous_experts(cfg):
         rank_layouts = with_contiguous_experts(rank_layouts, mesh)
     layout = engine_factory(cfg.rollout).layout

@@ -15,7 +15,7 @@ from rlhf_mc.architectures.parameters import with_adapters
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.model_schema import FsdpConfig, LoraConfig, MegatronConfig
-from rlhf_mc.planner.activations import MicroBatchPass, update_peak
+from rlhf_mc.planner.activations import Activations, MicroBatchPass
 from rlhf_mc.planner.full_sharding import full_sharding
 from rlhf_mc.planner.model_state import ModelState, trained_state
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
@@ -209,8 +209,9 @@ def test_activation_peak(
     sequences = planner_cases.SEQUENCES
     tokens = sequences * (planner_cases.PROMPT + planner_cases.RESPONSE)
     work = MicroBatchPass(tokens, sequences * planner_cases.RESPONSE, micro_batches)
+    planned = Activations(shape, config, cuda=False)
     found = [
-        update_peak(shape, config, ranks, ranks.coordinate(rank).pp, work, cuda=False, entropy=True)
+        planned.update_peak(ranks, ranks.coordinate(rank).pp, work, entropy=True)
         for rank in range(world)
     ]
     on_one_rank = 0.1 if shape.lora is None else 0.15

@@ -26,7 +26,7 @@ from rlhf_mc.models import offload
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
-from rlhf_mc.planner.memory import RankMemory, plan_memory
+from rlhf_mc.planner.memory import Capacity, RankMemory, plan_memory
 from rlhf_mc.planner.start import planned_shapes
 from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
@@ -49,7 +49,7 @@ def measure(source: str, overrides: Sequence[str], world: int, rank: int) -> Mea
     cfg = load_config(source, list(overrides))
     (planned,) = [
         one
-        for one in plan_memory(cfg, planned_shapes(cfg), world, DEVICE_BYTES)
+        for one in plan_memory(cfg, planned_shapes(cfg), Capacity(world, DEVICE_BYTES))
         if rank in one.ranks
     ]
     shape = planned_shapes(cfg)["actor"]

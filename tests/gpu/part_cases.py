@@ -240,7 +240,7 @@ FAULTS = {
     ),
     "a plan of a fifth more": Fault(
         "planned_memory",
-        "gpu_parts.planner_parts",
+        "gpu_parts.planner_parts:Activations",
         "update_peak",
         _scaled(1.2),
         "none: update takes",

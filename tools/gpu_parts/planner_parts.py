@@ -25,7 +25,7 @@ from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
-from rlhf_mc.planner.activations import MicroBatchPass, forward_peak, update_peak
+from rlhf_mc.planner.activations import Activations, MicroBatchPass
 from rlhf_mc.planner.model_state import trained_state
 from rlhf_mc.planner.reserved import besides_tensors
 from rlhf_mc.topology.groups import ProcessGroups
@@ -116,14 +116,15 @@ def _planned(
     count, prompt, response = sizes.planned_lens
     work = MicroBatchPass(count * (prompt + response), count * response, 1)
     shape = engine.shape
+    activations = Activations(shape, megatron, cuda)
     mesh = groups.mesh
     overlaps = overlaps_reduction(megatron, mesh.dp, platform.use_cuda())
     layout = engine_layouts(engine)[groups.rank]
     state = trained_state(layout, megatron, mesh, 0, (), overlaps, shape.shares_embeddings)
     return {
         **vars(state),
-        "update": update_peak(shape, megatron, mesh, 0, work, cuda, entropy=True),
-        "log_prob": forward_peak(shape, megatron, mesh, 0, work, cuda),
+        "update": activations.update_peak(mesh, 0, work, entropy=True),
+        "log_prob": activations.forward_peak(mesh, 0, work),
     }
 
 

@@ -363,7 +363,7 @@ def test_planner_agrees_on_70b(chunks: str) -> None:
     megatron = load_config(str(ROOT / "configs/ppo_70b.yaml"), [f"{key}={chunks}"]).actor.megatron
     shape = ModelShape.from_hf_config(LLAMA_3_70B)
     mesh = Mesh(64, 8, 4, vpp=megatron.virtual_pipeline_model_parallel_size or 1)
-    found = activations.layer_bytes(shape.layers[0], shape, megatron, transformer_engine=True)
+    found = activations.Activations(shape, megatron, cuda=True).layer_bytes(shape.layers[0])
     # the log-sum-exp is not in the sum
     assert found.stored == pytest.approx(layer_bytes(shape, megatron), rel=0.002)
     layouts_of_ranks = training_layouts(shape, mesh, transformer_engine=True)

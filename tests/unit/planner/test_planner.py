@@ -409,7 +409,7 @@ def test_float32_attention_on_a_gpu_stores_repeated_keys_and_values() -> None:
     shape = ModelShape.from_hf_config(CONFIGS["llama-3-70b"])
     layer = shape.layers[0]
     narrow, wide = (
-        activations.layer_bytes(layer, shape, MegatronConfig(dtype=dtype), True).stored
+        activations.Activations(shape, MegatronConfig(dtype=dtype), True).layer_bytes(layer).stored
         for dtype in ("bfloat16", "float32")
     )
     in_float32 = 4 * (64 + 2)

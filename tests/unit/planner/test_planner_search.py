@@ -151,6 +151,28 @@ def test_less_memory_takes_more_of_what_saves_it() -> None:
 
 
 @pytest.mark.slow
+def test_the_memory_is_planned_for_the_nodes_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Search for two nodes of one GPU each: the groups of an engine, and what a GPU exchanges with
+    others of its node, depend on that."""
+    plan_memory = search_module.plan_memory
+    ranks_per_node = set()
+
+    def plan(cfg: Any, shapes: Any, capacity: Capacity, *more: Any) -> Any:
+        ranks_per_node.add(capacity.ranks_per_node)
+        return plan_memory(cfg, shapes, capacity, *more)
+
+    monkeypatch.setattr(search_module, "plan_memory", plan)
+    settings = read_settings(ROOT / SMALL, [model_path("qwen2.5-0.5b")])
+    rates = GPUS["h100"].rates
+    assert rates is not None
+    capacity = Capacity(2, 80 << 30, ranks_per_node=1)
+    search(settings, Machine(2, 1, rates, 50e9), capacity, Lengths(512, 512), top=1)
+    assert ranks_per_node == {1}
+
+
+@pytest.mark.slow
 def test_a_slow_machine_finds_the_same(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an hour pass between two looks at the clock."""
     arguments = (SMALL, "--search", "--top", "3", "--json")
