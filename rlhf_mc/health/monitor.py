@@ -187,8 +187,8 @@ class Monitor:
     def _event(
         self, kind: str, step: int, rule: HealthRule, violation: Violation, consecutive: int
     ) -> Event:
-        """Return an event of a rule that has held for so many steps, with the violation as one
-        line."""
+        """Return an event of a rule, with the violation as one line. consecutive: steps in which
+        the rule has held."""
         lasting = f", for {consecutive} steps" if consecutive > 1 else ""
         text = (
             f"health: step {step}: {rule.name}: {violation.metric} is {violation.value:.3g}, "
