@@ -82,8 +82,8 @@ def ignored(root: Path) -> list[str]:
 
 
 def check_names(root: Path) -> None:
-    """Raise UserError if a directory of another name holds a later step than all that are named by
-    theirs: a run would repeat what is trained already, or begin anew."""
+    """Raise UserError if a checkpoint whose directory is not named by its step is later than all
+    that are: a run would repeat trained steps, or begin anew."""
     newest = max(steps_with_checkpoint(root), default=-1)
     for path, step in sorted(_named(root)):
         named_step = _recorded_step(path) if _why_ignored(path, step) else None

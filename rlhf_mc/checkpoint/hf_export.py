@@ -102,9 +102,9 @@ def write_hf(
     max_shard_bytes: int,
     origin: Mapping[str, Any] | None,
 ) -> None:
-    """Write a checkpoint of the tensors that `gather` returns: a collective from the names of the
-    tensors that each rank writes next, by rank, to the tensors of this rank. Every rank must call
-    it.
+    """Write a checkpoint of the tensors that `gather` returns. `gather` is a collective: it gets
+    the names of the tensors that each rank writes next, by rank, and returns this rank's. Every
+    rank must call it.
 
     File i is gathered and written by rank i modulo the number of ranks, so that a rank holds the
     tensors of one file at a time. Config, tokenizer, layers of multi-token prediction and weights

@@ -139,7 +139,7 @@ class WorkerProcess:
 
     def _end(self) -> WorkerEndedError:
         """Wait for the end of the process. Return its exit code or signal as an error. End a
-        process that only has lost the pipe, or does not read from it."""
+        process that has closed the pipe, or does not read from it, and still runs."""
         try:
             code = self._process.wait(guard.END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -25,8 +25,8 @@ from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
 
 RollBack = Callable[[], int | None]
-"""Quarantines the checkpoints after the last healthy step and returns that step; None, with nothing
-changed, if it has none."""
+"""Quarantines the checkpoints after the last healthy step and returns that step; without one,
+changes nothing and returns None."""
 
 
 class HealthWatch:

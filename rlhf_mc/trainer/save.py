@@ -33,8 +33,8 @@ from rlhf_mc.trainer.step_state import Position, StepState
 
 @dataclass(frozen=True)
 class CompleteStep:
-    """The loop's state at the end of a step. Phases of the next step change it before a requested
-    stop saves it."""
+    """A copy of the loop's state at the end of a step: phases of the next step change the state
+    before a requested stop saves it."""
 
     loop: dict[str, Any] = field(default_factory=dict)
     pool_files: dict[str, Callable[[Path], None]] = field(default_factory=dict)
@@ -74,8 +74,7 @@ class CheckpointSaver:
 
     def step_done(self, state: StepState, accuracy: float | None, is_healthy: bool = True) -> None:
         """Record that a step is complete. accuracy: of a validation after it, if any. is_healthy:
-        none of its metrics shows weights that a run should not be rolled back to. A rank may call
-        it by itself."""
+        as StepHealth has it. A rank may call it by itself."""
         position = self.position
         if is_healthy:
             saved = self._saved if self._in_flight is None else self._in_flight.step
