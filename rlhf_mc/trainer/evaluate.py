@@ -149,22 +149,16 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
         if value not in (0, 1)
     }
     for (source, _), responses in prompts.items():
+        n = len(responses)
+        core = (f"mean@{n}", f"best@{n}", f"maj@{n}")
         # A response that could not be scored has fewer numbers.
-        for name in set(responses[0].numbers).intersection(
-            *(response.numbers for response in responses)
-        ):
-            for statistic, value in _statistics(
-                responses, name, (source, name) not in graded
-            ).items():
-                n = len(responses)
-                is_core = name == CORE and statistic.partition("/")[0] in (
-                    f"mean@{n}",
-                    f"best@{n}",
-                    f"maj@{n}",
-                )
+        for name in set.intersection(*(set(response.numbers) for response in responses)):
+            statistics = _statistics(responses, name, (source, name) not in graded)
+            for statistic, value in statistics.items():
+                is_core = name == CORE and statistic.partition("/")[0] in core
                 section = "val-core" if is_core else "val-aux"
                 values[f"{section}/{source}/{name}/{statistic}"].append(value)
-        if len(responses) > 1 and (source, CORE) in graded:
+        if n > 1 and (source, CORE) in graded:
             _print_no_pass(source)
     return {key: float(np.mean(numbers)) for key, numbers in sorted(values.items())}
 
