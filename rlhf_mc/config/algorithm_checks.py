@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
+from rlhf_mc.config.fields import needs
 from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.roles import (
@@ -19,15 +20,7 @@ from rlhf_mc.config.roles import (
     trains_on_older_weights,
     uses_critic,
 )
-from rlhf_mc.config.schema import (
-    ActorConfig,
-    Config,
-    CriticConfig,
-    expand_named_models,
-    get_setting,
-    reward_models,
-)
-from rlhf_mc.config.yaml_reader import yaml_text
+from rlhf_mc.config.schema import Config, expand_named_models, get_setting, reward_models
 
 
 def problems(cfg: Config) -> Iterator[str]:
@@ -49,20 +42,14 @@ def problems(cfg: Config) -> Iterator[str]:
 def _estimator(cfg: Config) -> Iterator[str]:
     custom = cfg.algorithm.custom_estimator
     name = cfg.algorithm.adv_estimator
-    needs = estimator_needs(cfg.algorithm)
+    inputs = estimator_needs(cfg.algorithm)
     key = f"algorithm.adv_estimator is {name}"
-    if (name == "custom") != (custom.path is not None):
-        path = yaml_text(custom.path)
-        yield (
-            f"{key} and algorithm.custom_estimator.path is {path}; set both (custom, and a path) "
-            "or neither"
-        )
     if name != "custom" and custom.needs:
         yield (
             f"algorithm.custom_estimator.needs is {custom.needs} and {key}; it is for "
             "adv_estimator custom"
         )
-    if needs.group and cfg.rollout.n < 2:
+    if inputs.group and cfg.rollout.n < 2:
         yield (
             f"{key}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it "
             "must be at least 2"
@@ -74,12 +61,12 @@ def _estimator(cfg: Config) -> Iterator[str]:
             f"{key}, whose rewards must be 0 or more, and algorithm.use_kl_in_reward is true; set "
             "it to false, and actor.use_kl_loss to true"
         )
-    if needs.parts and cfg.algorithm.use_kl_in_reward:
+    if inputs.parts and cfg.algorithm.use_kl_in_reward:
         yield (
             f"{key}, which reads the parts of the score alone, and algorithm.use_kl_in_reward is "
             "true; set it to false, and actor.use_kl_loss to true"
         )
-    if needs.critic:
+    if inputs.critic:
         return
     if cfg.critic.model_path is not None:
         yield (
@@ -97,11 +84,6 @@ def _losses(cfg: Config) -> Iterator[str]:
     loss = cfg.actor.policy_loss
     mode = cfg.actor.loss_agg_mode
     key = f"actor.policy_loss.loss_mode is {loss.loss_mode}"
-    if (loss.loss_mode == "custom") != (loss.custom_loss.path is not None):
-        yield (
-            f"{key} and actor.policy_loss.custom_loss.path is {yaml_text(loss.custom_loss.path)}; "
-            "set both (custom, and a path) or neither"
-        )
     if loss.loss_mode in SEQUENCE_LOSSES and mode != "seq-mean-token-mean":
         yield (
             f"{key}, a loss of sequences; actor.loss_agg_mode is {mode}; it must be "
@@ -117,19 +99,12 @@ def _losses(cfg: Config) -> Iterator[str]:
             f"actor.policy_loss.clip_cov_lb is {loss.clip_cov_lb}; it must be below clip_cov_ub, "
             f"{loss.clip_cov_ub}"
         )
-    trained: tuple[tuple[str, ActorConfig | CriticConfig], ...] = (
-        ("actor", cfg.actor),
-        ("critic", cfg.critic),
-    )
-    for role, section in trained:
-        if (
-            section.loss_scale_factor is not None
-            and section.loss_agg_mode != "seq-mean-token-sum-norm"
-        ):
-            yield (
-                f"{role}.loss_scale_factor is {section.loss_scale_factor}; that needs "
-                f"{role}.loss_agg_mode seq-mean-token-sum-norm, and it is {section.loss_agg_mode}"
-            )
+    scaled = "seq-mean-token-sum-norm"
+    for role, section in (("actor", cfg.actor), ("critic", cfg.critic)):
+        mode = section.loss_agg_mode
+        if section.loss_scale_factor is not None and mode != scaled:
+            aggregation = f"{role}.loss_agg_mode {scaled}, and it is {mode}"
+            yield needs(cfg, f"{role}.loss_scale_factor", aggregation)
 
 
 def _rollout_correction(cfg: Config) -> Iterator[str]:
@@ -183,10 +158,8 @@ def _kl_controller(cfg: Config) -> Iterator[str]:
             "kl_ctrl.type is adaptive"
         )
     if not (cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss):
-        yield (
-            "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward or "
-            "actor.use_kl_loss: true"
-        )
+        term = "algorithm.use_kl_in_reward or actor.use_kl_loss: true"
+        yield needs(cfg, "algorithm.kl_ctrl.type", term)
 
 
 def _in_flight(cfg: Config) -> Iterator[str]:
@@ -199,10 +172,8 @@ def _in_flight(cfg: Config) -> Iterator[str]:
         yield f"{' and '.join(modes)} are true; set one of them"
     if rollout.prompts_in_flight is not None:
         if not modes:
-            yield (
-                f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; that needs "
-                "rollout.tail_batching or rollout.partial_rollout: true"
-            )
+            mode = "rollout.tail_batching or rollout.partial_rollout: true"
+            yield needs(cfg, "rollout.prompts_in_flight", mode)
         elif rollout.prompts_in_flight < cfg.data.train_batch_size:
             yield (
                 f"rollout.prompts_in_flight is {rollout.prompts_in_flight}; it must be at least "
@@ -230,10 +201,11 @@ def _in_flight(cfg: Config) -> Iterator[str]:
         )
     is_replayable = depends_on_time(rollout) or rollout.environment.is_set
     if cfg.trainer.replay is not None and not is_replayable:
-        yield (
-            f"trainer.replay is {cfg.trainer.replay}; that needs rollout.tail_batching or "
-            "partial_rollout: true, or an"
-            " environment (other runs draw the same tokens in any layout)"
+        yield needs(
+            cfg,
+            "trainer.replay",
+            "rollout.tail_batching or partial_rollout: true, or an environment (other runs draw "
+            "the same tokens in any layout)",
         )
     if cfg.algorithm.filter_groups.enable and rollout.tail_batching:
         yield (
@@ -262,10 +234,7 @@ def _filter_groups(cfg: Config) -> Iterator[str]:
     on = "algorithm.filter_groups.enable is true"
     if not filtering.enable:
         if data.gen_batch_size is not None:
-            yield (
-                f"data.gen_batch_size is {data.gen_batch_size}; that needs "
-                "algorithm.filter_groups.enable: true"
-            )
+            yield needs(cfg, "data.gen_batch_size", "algorithm.filter_groups.enable: true")
         return
     if cfg.rollout.n < 2:
         yield (
@@ -322,21 +291,14 @@ def _reward_models(cfg: Config) -> Iterator[str]:
             "reward_models: the name 'reward_model' is that of the part of "
             "reward_model.model_path; give another"
         )
-    needs = {
+    others = {
         "reward_model.tokenizer_path": "model_path",
         "reward_model.chat_template_path": "tokenizer_path",
     }
-    for key in expand_named_models(cfg, needs):
-        needed = f"{key.rpartition('.')[0]}.{needs[unnamed(key)]}"
+    for key in expand_named_models(cfg, others):
+        needed = f"{key.rpartition('.')[0]}.{others[unnamed(key)]}"
         if get_setting(cfg, key) is not None and get_setting(cfg, needed) is None:
-            yield f"{key} is {get_setting(cfg, key)!r}; that needs {needed}, which is null"
-    buffer = cfg.reward.overlong_buffer.len
-    longest = cfg.data.max_response_length
-    if buffer > longest:
-        yield (
-            f"reward.overlong_buffer.len is {buffer}; it must be at most "
-            f"data.max_response_length, {longest}"
-        )
+            yield needs(cfg, key, f"{needed}, which is null")
 
 
 def _remote(cfg: Config) -> Iterator[str]:
@@ -350,10 +312,8 @@ def _remote(cfg: Config) -> Iterator[str]:
         )
     if remote.url is None:
         for key in ("model", "api_key_env"):
-            if (value := getattr(remote, key)) is not None:
-                yield (
-                    f"reward.remote.{key} is {value!r}; that needs reward.remote.url, which is null"
-                )
+            if getattr(remote, key) is not None:
+                yield needs(cfg, f"reward.remote.{key}", "reward.remote.url, which is null")
         return
     if problem := _url_problem(remote.url, variable is not None):
         # The text may have a password in a place where a valid URL has none.
@@ -361,7 +321,7 @@ def _remote(cfg: Config) -> Iterator[str]:
         url = f"{HIDDEN}@{address}" if separator else address
         yield (f"reward.remote.url is {masked(url)!r}; {problem}")
     if remote.api == "openai" and remote.model is None:
-        yield "reward.remote.api is openai; that needs reward.remote.model, which is null"
+        yield needs(cfg, "reward.remote.api", "reward.remote.model, which is null")
 
 
 def _url_problem(text: str, has_key: bool) -> str | None:

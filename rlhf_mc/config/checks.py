@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from rlhf_mc.config import algorithm_checks, role_checks
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.fields import check_values
+from rlhf_mc.config.fields import check_values, needs
 from rlhf_mc.config.health_schema import RESPONSES, listed_responses, rolls_back
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.roles import (
@@ -41,6 +41,23 @@ from rlhf_mc.config.yaml_reader import yaml_text
 
 _SET_BY_THE_PROGRAM = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
 """Arguments of a tokenizer's apply_chat_template."""
+_AT_MOST = (
+    ("actor.optim.min_lr", "actor.optim.lr"),
+    ("critic.optim.min_lr", "critic.optim.lr"),
+    ("actor.optim.lr_warmup_steps", "trainer.total_training_steps"),
+    ("critic.optim.lr_warmup_steps", "trainer.total_training_steps"),
+    ("rollout.max_num_seqs", "rollout.max_num_batched_tokens"),
+    ("reward.overlong_buffer.len", "data.max_response_length"),
+    ("health.ppo_kl_max", "health.ppo_kl_explosion"),
+)
+"""A setting, and the setting that is its largest value; null: it has none."""
+_WITH_PATH = (
+    ("algorithm.adv_estimator", "custom", "algorithm.custom_estimator.path"),
+    ("actor.policy_loss.loss_mode", "custom", "actor.policy_loss.custom_loss.path"),
+    ("rollout.name", "custom", "rollout.custom_engine.path"),
+    ("trainer.resume_mode", "resume_path", "trainer.resume_from_path"),
+)
+"""A choice, the value of it that needs a path, and the setting of the path."""
 
 
 def check_config(cfg: Config, world_size: int | None) -> None:
@@ -49,11 +66,11 @@ def check_config(cfg: Config, world_size: int | None) -> None:
     check_written(cfg)
     check_values(cfg)
     problems = itertools.chain(
+        _pairs(cfg),
         _optimizers(cfg),
         role_checks.problems(cfg),
         _storage(cfg),
         _adapters(cfg),
-        _engine(cfg),
         _batches(cfg),
         _pools(cfg),
         _processes(cfg, world_size) if world_size is not None else (),
@@ -69,19 +86,27 @@ def check_config(cfg: Config, world_size: int | None) -> None:
         raise UserError(problem)
 
 
+def _pairs(cfg: Config) -> Iterator[str]:
+    for key, largest in _AT_MOST:
+        value = get_setting(cfg, key)
+        most = get_setting(cfg, largest)
+        if most is not None and value > most:
+            yield f"{key} is {value}; it must be at most {largest}, {most}"
+    for key, choice, path in _WITH_PATH:
+        chosen = get_setting(cfg, key)
+        given = get_setting(cfg, path)
+        if (chosen == choice) != (given is not None):
+            yield (
+                f"{key} is {chosen} and {path} is {yaml_text(given)}; set both ({choice}, and a "
+                "path) or neither"
+            )
+
+
 def _optimizers(cfg: Config) -> Iterator[str]:
-    total_steps = cfg.trainer.total_training_steps
     for key, optim in (("actor.optim", cfg.actor.optim), ("critic.optim", cfg.critic.optim)):
-        if optim.min_lr > optim.lr:
-            yield f"{key}.min_lr is {optim.min_lr}; it must be at most {key}.lr, {optim.lr}"
         for beta in optim.betas:
             if beta == 1:
                 yield f"{key}.betas has {beta}; each must be at least 0 and below 1"
-        if total_steps is not None and optim.lr_warmup_steps > total_steps:
-            yield (
-                f"{key}.lr_warmup_steps is {optim.lr_warmup_steps}; it must be at most "
-                f"trainer.total_training_steps, {total_steps}"
-            )
 
 
 def _pools(cfg: Config) -> Iterator[str]:
@@ -94,7 +119,7 @@ def _pools(cfg: Config) -> Iterator[str]:
     if not has_rollout_pool(cfg):
         for role, section in roles(cfg).items():
             if getattr(section, "pool", "train") == "rollout":
-                yield f"{role}.pool is rollout; that needs resource_pools.rollout"
+                yield needs(cfg, f"{role}.pool", "resource_pools.rollout")
         return
     if cfg.health.out_of_memory == "halve_tokens":
         yield (
@@ -222,15 +247,6 @@ def _adapters(cfg: Config) -> Iterator[str]:
         )
 
 
-def _engine(cfg: Config) -> Iterator[str]:
-    path = cfg.rollout.custom_engine.path
-    if (cfg.rollout.name == "custom") != (path is not None):
-        yield (
-            f"rollout.name is {cfg.rollout.name} and rollout.custom_engine.path is "
-            f"{yaml_text(path)}; set both (custom, and a path) or neither"
-        )
-
-
 def _batches(cfg: Config) -> Iterator[str]:
     batch = cfg.data.train_batch_size
     for role, mini in mini_batch_sizes(cfg).items():
@@ -239,11 +255,6 @@ def _batches(cfg: Config) -> Iterator[str]:
                 f"{role}.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size, "
                 f"{batch}, and be no larger"
             )
-    if cfg.rollout.max_num_batched_tokens < cfg.rollout.max_num_seqs:
-        yield (
-            f"rollout.max_num_batched_tokens is {cfg.rollout.max_num_batched_tokens};"
-            f" it must be at least rollout.max_num_seqs, {cfg.rollout.max_num_seqs}"
-        )
 
 
 def _token_budgets(cfg: Config) -> Iterator[str]:
@@ -311,45 +322,28 @@ def _validation(cfg: Config) -> Iterator[str]:
     if not cfg.data.val_files and (trainer.val_only or trainer.validation_data_dir):
         yield "trainer.val_only and trainer.validation_data_dir need data.val_files, which is empty"
     if trainer.best_metric is not None and not trainer.keep_best:
-        yield f"trainer.best_metric is {trainer.best_metric}; that needs trainer.keep_best: true"
+        yield needs(cfg, "trainer.best_metric", "trainer.keep_best: true")
     if trainer.test_freq != -1 and not cfg.data.val_files:
-        yield f"trainer.test_freq is {trainer.test_freq}; that needs data.val_files, which is empty"
+        yield needs(cfg, "trainer.test_freq", "data.val_files, which is empty")
     if trainer.target_val_acc is not None and trainer.test_freq == -1:
-        yield (
-            f"trainer.target_val_acc is {trainer.target_val_acc}; that needs trainer.test_freq of "
-            "at least 1"
-        )
+        yield needs(cfg, "trainer.target_val_acc", "trainer.test_freq of at least 1")
 
 
 def _checkpoints(cfg: Config) -> Iterator[str]:
     trainer = cfg.trainer
-    path = trainer.resume_from_path
-    if (trainer.resume_mode == "resume_path") != (path is not None):
-        yield (
-            f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is "
-            f"{yaml_text(path)}; set both (resume_path, and a path) or neither"
-        )
     if trainer.max_ckpt_to_keep and not saves_checkpoints(trainer):
-        yield (
-            f"trainer.max_ckpt_to_keep is {trainer.max_ckpt_to_keep}; that needs trainer.save_freq "
-            "of at least 1, or trainer.save_minutes"
-        )
+        saves = "trainer.save_freq of at least 1, or trainer.save_minutes"
+        yield needs(cfg, "trainer.max_ckpt_to_keep", saves)
     if trainer.keep_best and trainer.save_freq == -1:
-        yield "trainer.keep_best is true; that needs trainer.save_freq of at least 1"
+        yield needs(cfg, "trainer.keep_best", "trainer.save_freq of at least 1")
     if trainer.keep_best and (trainer.test_freq == -1 or trainer.save_freq % trainer.test_freq):
-        yield (
-            "trainer.keep_best is true; that needs a validation at every save: trainer.test_freq "
-            f"is {trainer.test_freq}, which must divide trainer.save_freq, {trainer.save_freq}"
-        )
+        validates = f"a validation at every save: trainer.test_freq is {trainer.test_freq}, which"
+        divides = f"{validates} must divide trainer.save_freq, {trainer.save_freq}"
+        yield needs(cfg, "trainer.keep_best", divides)
 
 
 def _health(cfg: Config) -> Iterator[str]:
     health = cfg.health
-    if health.ppo_kl_max > health.ppo_kl_explosion:
-        yield (
-            f"health.ppo_kl_max is {health.ppo_kl_max:g}, above health.ppo_kl_explosion, which is"
-            f" {health.ppo_kl_explosion:g}"
-        )
     for rule in itertools.chain.from_iterable(getattr(health, response) for response in RESPONSES):
         listed = listed_responses(health, rule)
         if len(listed) > 1:
@@ -365,10 +359,8 @@ def _health(cfg: Config) -> Iterator[str]:
             f" (now {cfg.trainer.save_freq})"
         )
     if health.enable and health.kl_coef is not None and not has_ref_pass(cfg):
-        yield (
-            f"health.kl_coef is {health.kl_coef}; that needs a KL term: algorithm.use_kl_in_reward "
-            "or actor.use_kl_loss: true"
-        )
+        term = "a KL term: algorithm.use_kl_in_reward or actor.use_kl_loss: true"
+        yield needs(cfg, "health.kl_coef", term)
     if health.out_of_memory == "halve_tokens":
         yield from _halving(cfg)
 
@@ -398,8 +390,7 @@ def _halving(cfg: Config) -> Iterator[str]:
 
 def _profile(cfg: Config) -> Iterator[str]:
     profile = cfg.profile
-    given = f"profile.contents is {profile.contents}; that needs"
     if profile.contents and not profile.steps:
-        yield f"{given} profile.steps, which is empty"
+        yield needs(cfg, "profile.contents", "profile.steps, which is empty")
     if profile.contents and profile.ranks == []:
-        yield f"{given} traces, and profile.ranks is empty"
+        yield needs(cfg, "profile.contents", "traces, and profile.ranks is empty")

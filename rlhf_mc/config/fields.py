@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Union
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.numbers import FREE_ON_RESUME, Range
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, get_setting
+from rlhf_mc.config.yaml_reader import yaml_text
 
 _ANY_NAME = "NAME"
 """Stands for the name of a named section in dotted keys."""
@@ -93,6 +94,11 @@ def check_values(cfg: Config) -> None:
                 raise UserError(
                     f"{key} is {item!r}; references (${{...}}) are not replaced: write the value"
                 )
+
+
+def needs(cfg: Config, key: str, needed: str) -> str:
+    """Return the problem of a setting whose value needs another setting."""
+    return f"{key} is {yaml_text(get_setting(cfg, key))}; that needs {needed}"
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mc.config.algorithm_schema import SELECTING_LOSSES
+from rlhf_mc.config.fields import needs
 from rlhf_mc.config.model_schema import UNSPLIT, RoleLayout
 from rlhf_mc.config.reward_schema import TEACHERS, unnamed
 from rlhf_mc.config.roles import shared_models, uses_critic
@@ -18,7 +19,7 @@ from rlhf_mc.config.yaml_reader import yaml_text
 def problems(cfg: Config) -> Iterator[str]:
     """Yield the problems of the models' layouts and of distillation."""
     for role, megatron in layouts(cfg).items():
-        yield from _layout(f"{role}.megatron", megatron)
+        yield from _layout(cfg, f"{role}.megatron", megatron)
         yield from _sharding(cfg, role, megatron)
         yield from _virtual_stages(cfg, role, megatron)
     for role in shared_models(cfg):
@@ -69,26 +70,19 @@ def _has_own_checkpoint(cfg: Config, role: str) -> bool:
     )
 
 
-def _layout(section: str, megatron: RoleLayout) -> Iterator[str]:
-    tp = megatron.tensor_model_parallel_size
-    pp = megatron.pipeline_model_parallel_size
-    if tp == 1 and megatron.sequence_parallel:
-        yield (
-            f"{section}.sequence_parallel is true; that needs "
-            f"{section}.tensor_model_parallel_size of at least 2"
-        )
+def _layout(cfg: Config, section: str, megatron: RoleLayout) -> Iterator[str]:
+    if megatron.tensor_model_parallel_size == 1 and megatron.sequence_parallel:
+        ranks = f"{section}.tensor_model_parallel_size of at least 2"
+        yield needs(cfg, f"{section}.sequence_parallel", ranks)
     if megatron.fp8 is not None and megatron.dtype != "bfloat16":
         yield (
             f"{section}.fp8 is {megatron.fp8!r} and {section}.dtype is {megatron.dtype}; fp8 needs "
             "bfloat16"
         )
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        layers = getattr(megatron, name)
-        if layers is not None and pp == 1:
-            yield (
-                f"{section}.{name} is {layers}; that needs "
-                f"{section}.pipeline_model_parallel_size of at least 2"
-            )
+        if getattr(megatron, name) is not None and megatron.pipeline_model_parallel_size == 1:
+            stages = f"{section}.pipeline_model_parallel_size of at least 2"
+            yield needs(cfg, f"{section}.{name}", stages)
 
 
 def _virtual_stages(cfg: Config, role: str, megatron: RoleLayout) -> Iterator[str]:

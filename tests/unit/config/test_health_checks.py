@@ -47,7 +47,7 @@ ALONE = ("actor.megatron.overlap_grad_reduce=false", "critic.megatron.overlap_gr
         ),
         (
             ["health.ppo_kl_max=0.7"],
-            "health.ppo_kl_max is 0.7, above health.ppo_kl_explosion, which is 0.5",
+            "health.ppo_kl_max is 0.7; it must be at most health.ppo_kl_explosion, 0.5",
         ),
         (["health.roll_back=grad_norm_growing"], "health.roll_back: found"),
         (

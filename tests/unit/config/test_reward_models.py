@@ -96,11 +96,11 @@ def test_config_can_be_printed_and_overridden(tmp_path: Path) -> None:
         ("reward_models: {reward_model: {model_path: m}}", ("the name 'reward_model' is that of "
                                                             "the "
                                                            "part of")),
-        ("reward_models: {a: {tokenizer_path: m}}", "reward_models.a.tokenizer_path is 'm'; that "
+        ("reward_models: {a: {tokenizer_path: m}}", "reward_models.a.tokenizer_path is m; that "
                                                     "needs"
          " reward_models.a.model_path, which is null"),
         ("reward_model: {model_path: m, chat_template_path: t}", "reward_model.chat_template_path "
-                                                                 "is 't'; that needs"
+                                                                 "is t; that needs"
          " reward_model.tokenizer_path, which is null"),
         ("reward_models: {a: {model_path: ' '}}", ("reward_models.a.model_path is empty; give a "
                                                   "path, or leave it out")),

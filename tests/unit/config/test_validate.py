@@ -141,7 +141,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
                                                "with http://"),)),
         (("reward.remote.url=http://a", "reward.remote.api=openai"), (("needs reward.remote.model, "
                                                                       "which is null"),)),
-        (("reward.remote.api_key_env=KEY",), (("reward.remote.api_key_env is 'KEY'; that needs "
+        (("reward.remote.api_key_env=KEY",), (("reward.remote.api_key_env is KEY; that needs "
                                               "reward.remote.url"),)),
         (("reward.overlong_buffer.len=99999",), (("reward.overlong_buffer.len is 99999; it must be "
                                                  "at most"),)),
@@ -149,7 +149,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (("profile.steps=[-1]",), ("profile.steps has -1; it must be at least 1",)),
         (("profile.ranks=[-1]",), ("profile.ranks has -1; it must be 0 or more",)),
         (("profile.ranks=[0, 64]",), ("profile.ranks has 64; a run of",)),
-        (("profile.contents=[memory]",), (("profile.contents is ['memory']; that needs "
+        (("profile.contents=[memory]",), (("profile.contents is [memory]; that needs "
                                           "profile.steps"),)),
         (("reward.num_workers=0",), ("reward.num_workers is 0; it must be at least 1",)),
         (("reward.num_workers=-2",), ("reward.num_workers is -2; it must be at least 1",)),
@@ -327,7 +327,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         ),
         (("data.train_max_samples=0",), ("data.train_max_samples is 0", "-1 or at least 1")),
         (("rollout.n=0",), ("rollout.n is 0",)),
-        (("rollout.max_num_batched_tokens=100",), ("rollout.max_num_seqs, 256",)),
+        (("rollout.max_num_batched_tokens=100",), ("rollout.max_num_batched_tokens, 100",)),
         (("actor.clip_ratio_low=0",), ("actor.clip_ratio_low is 0.0",)),
         (("actor.clip_ratio_high=0",), ("actor.clip_ratio_high is 0.0",)),
         (("actor.clip_ratio_c=1",), ("actor.clip_ratio_c is 1.0", "above 1")),

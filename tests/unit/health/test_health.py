@@ -350,7 +350,7 @@ def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_p
         (["health.window=1"], "health.window is 1; it must be at least 2"),
         (
             ["health.ppo_kl_max=0.6"],
-            "health.ppo_kl_max is 0.6, above health.ppo_kl_explosion, which is 0.5",
+            "health.ppo_kl_max is 0.6; it must be at most health.ppo_kl_explosion, 0.5",
         ),
         (
             ["health.ppo_kl_min=0.05"],

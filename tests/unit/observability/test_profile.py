@@ -234,11 +234,11 @@ def test_trace_has_what_contents_ask_for(trace: Trace, tmp_path: Path) -> None:
         ({"ranks": [0, 4]}, "profile.ranks has 4; a run of 4 processes has ranks 0 to 3"),
         (
             {"contents": ["memory"]},
-            "profile.contents is ['memory']; that needs profile.steps, which is empty",
+            "profile.contents is [memory]; that needs profile.steps, which is empty",
         ),
         (
             {"steps": [3], "ranks": [], "contents": ["shapes"]},
-            "profile.contents is ['shapes']; that needs traces, and profile.ranks is empty",
+            "profile.contents is [shapes]; that needs traces, and profile.ranks is empty",
         ),
     ],
 )
