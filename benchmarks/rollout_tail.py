@@ -138,7 +138,7 @@ class RecordedEngine(VLLMEngine):
 def segments(engine: RecordedEngine) -> Iterator[None]:
     """End a segment of the engine at each exchange and at the end of each call, while the body
     runs."""
-    exchange = engine_loop._exchange
+    exchange = engine_loop._Call.exchange
     exchange_responses = generate.exchange_responses
 
     def at_exchange(*args: Any) -> Any:
@@ -153,7 +153,7 @@ def segments(engine: RecordedEngine) -> Iterator[None]:
         return exchange_responses(*args)
 
     with (
-        replaced(engine_loop, "_exchange", at_exchange),
+        replaced(engine_loop._Call, "exchange", at_exchange),
         replaced(generate, "exchange_responses", at_end),
     ):
         yield

@@ -5,7 +5,7 @@ shares the requests with the other engines.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -60,87 +60,50 @@ def generate_responses(
 
     A response depends on its prompt, its seed and the weights, not on the engine that generates
     it."""
-    engine_index = _own_engine(engine.groups)
+    rank = dist.get_rank()
+    engine_index = next((i for i, ranks in enumerate(engine.groups) if rank in ranks), None)
     if engine_index is None:
         return {}
     ranks = engine.groups[engine_index]
-    rank_in_engine = ranks.index(dist.get_rank())
     queue = SharedQueue(len(requests), expected_lens, None if turns is None else turns.affinity)
-    responses: dict[int, Generation] = {}
-    share: list[int] = []
-    promised = 0  # requests of the share that have left the queue, and are to begin at once
-    num_cached = 0  # tokens in the engine's KV cache
+    call = _Call(engine, requests, sampling, clock, turns, pool)
     with working(total=-(-len(requests) // len(engine.groups)), unit="responses") as work:
         while True:
             if queue.left or enough is not None:
-                num_awaited = len(requests) if enough is not None else 0
-                nums_left, rooms, step_seconds, ended = _exchange(
-                    engine, clock, responses, num_awaited, len(share), pool
-                )
+                nums_left, rooms, step_seconds, ended = call.exchange(enough is not None)
                 queue.end_period(nums_left)
                 if enough is not None and enough(ended):
                     break
-                share = list(queue.deal(rooms, engine.max_running)[engine_index])
-                promised = rooms[engine_index]
+                call.share = list(queue.deal(rooms, engine.max_running)[engine_index])
+                call.promised = rooms[engine_index]
                 clock.begin_period(period_length(sampling.max_tokens), step_seconds, engine_index)
             ends_with_period = bool(queue.left) or enough is not None
-            while engine.num_unfinished or share or (turns is not None and turns.num_waiting):
-                is_idle = not engine.num_unfinished and not share
-                arrivals = NO_ARRIVALS if turns is None else turns.receive(is_idle)
-                num_added = _begin(
-                    engine, requests, share, sampling, arrivals.requests, promised, turns
-                )
-                promised = 0
-                num_sampled = 0
-                over = arrivals.ended
-                if engine.num_unfinished:
-                    finished, num_sampled, num_cached = _step(
-                        engine, requests, clock, num_added, arrivals.num_cached, num_cached
-                    )
-                    if turns is None:
-                        over = finished
-                    else:
-                        turns.submit(finished)
+            while engine.num_unfinished or call.share or (turns is not None and turns.num_waiting):
+                over, num_sampled = call.step()
                 work.advance(len(over), tokens=num_sampled)
-                responses |= over
                 if on_ended is not None and over:
-                    on_ended(
-                        {
-                            number: response
-                            for number, response in over.items()
-                            if number % len(ranks) == rank_in_engine
-                        }
-                    )
+                    place = ranks.index(rank)
+                    on_ended({i: over[i] for i in over if i % len(ranks) == place})
                 # Other engines do not wait for one that waits for environments.
                 is_over = (
                     len(engine.groups) == 1
                     or clock.period_is_over
-                    or not (engine.num_unfinished or share)
+                    or not (engine.num_unfinished or call.share)
                 )
                 if ends_with_period and is_over:
                     break
             if not ends_with_period:
                 break
-    responses |= engine.abort()
+    responses = call.responses | engine.abort()
     if turns is not None:
         responses |= turns.abort()
-    _count_sampled(requests, responses)
-    if engine_index == 0:
-        responses |= {number: requests[number].partial for number in queue.left}
-    return responses
-
-
-def _own_engine(groups: Sequence[Sequence[int]]) -> int | None:
-    """Return the index of this rank's engine; None: it has none."""
-    return next((index for index, ranks in enumerate(groups) if dist.get_rank() in ranks), None)
-
-
-def _count_sampled(requests: Sequence[Request], responses: Mapping[int, Generation]) -> None:
-    """Count the responses, and the tokens that were sampled in this call, as work of the phase."""
     num_tokens = sum(
         response.num_drawn - requests[i].partial.num_drawn for i, response in responses.items()
     )
     count(tokens=num_tokens, responses=len(responses))
+    if engine_index == 0:
+        responses |= {number: requests[number].partial for number in queue.left}
+    return responses
 
 
 def _room(engine: RolloutEngine) -> int:
@@ -150,76 +113,82 @@ def _room(engine: RolloutEngine) -> int:
     return 0 if is_full else max(0, engine.max_running - engine.num_unfinished)
 
 
-def _begin(
-    engine: RolloutEngine,
-    requests: Sequence[Request],
-    share: list[int],
-    sampling: Sampling,
-    returning: Sequence[Request],
-    promised: int,
-    turns: Turns | None,
-) -> int:
-    """Add the returning requests to the engine. Then move requests from `share` to the engine: as
-    many as it has room for, and at least `promised`. Return the tokens of the added prompts and
-    partial responses."""
-    room = max(promised, _room(engine) - len(returning)) if share else 0
-    new = [requests[number] for number in share[:room]]
-    del share[:room]
-    added = [*returning, *(new if turns is None else turns.start(new))]
-    if not added:
-        return 0
-    engine.add(added, sampling)
-    return sum(request.num_tokens for request in added)
+@dataclass
+class _Call:
+    """A call of generate_responses on a rank with an engine: its arguments, and its state."""
 
+    engine: RolloutEngine
+    requests: Sequence[Request]
+    sampling: Sampling
+    clock: Clock
+    turns: Turns | None
+    pool: dist.ProcessGroup | None
+    responses: dict[int, Generation] = field(default_factory=dict)
+    """Those that have ended, by number."""
+    share: list[int] = field(default_factory=list)
+    """Requests of this engine's share that it has not begun."""
+    promised: int = 0
+    """Requests of the share that have left the queue: the next step begins them."""
+    num_cached: int = 0
+    """Tokens in the engine's KV cache."""
 
-def _step(
-    engine: RolloutEngine,
-    requests: Sequence[Request],
-    clock: Clock,
-    num_added: int,
-    num_reused: int,
-    num_cached: int,
-) -> tuple[Mapping[int, Generation], int, int]:
-    """Run a step of the engine. Return the responses that have ended in it, by number, the tokens
-    that it has sampled, and those in the engine's KV cache after it.
+    def step(self) -> tuple[Mapping[int, Generation], int]:
+        """Add what environments have answered and requests of the share to the engine, and run a
+        step of it. Return the responses that have ended, by number, and the number of sampled
+        tokens."""
+        engine = self.engine
+        is_idle = not engine.num_unfinished and not self.share
+        arrivals = NO_ARRIVALS if self.turns is None else self.turns.receive(is_idle)
+        num_added = self.begin(arrivals.requests)
+        stopped: dict[int, Generation] = {}
+        num_sampled = 0
+        if engine.num_unfinished:
+            stopped = engine.step()
+            num_sampled = engine.num_running + len(stopped)
+            self.num_cached += num_added + num_sampled
+            cache_cost = self.num_cached * engine.cached_token_cost
+            self.clock.step(num_sampled, num_added - arrivals.num_cached, cache_cost)
+            self.num_cached -= sum(
+                replace(self.requests[number], partial=response).num_tokens
+                for number, response in stopped.items()
+            )
+        if self.turns is not None:
+            self.turns.submit(stopped)
+        over = stopped if self.turns is None else arrivals.ended
+        self.responses |= over
+        return over, num_sampled
 
-    num_added: tokens of the requests that the step begins; num_reused: of those, in the KV cache
-    already. num_cached: tokens in the KV cache before the step."""
-    finished = engine.step()
-    num_sampled = engine.num_running + len(finished)
-    num_cached += num_added + num_sampled
-    clock.step(num_sampled, num_added - num_reused, num_cached * engine.cached_token_cost)
-    num_cached -= sum(
-        replace(requests[number], partial=response).num_tokens
-        for number, response in finished.items()
-    )
-    return finished, num_sampled, num_cached
+    def begin(self, returning: Sequence[Request]) -> int:
+        """Add the returning requests to the engine. Then move requests from the share to the
+        engine: as many as it has room for, and at least the promised ones. Return the tokens of
+        the added prompts and partial responses."""
+        room = max(self.promised, _room(self.engine) - len(returning)) if self.share else 0
+        self.promised = 0
+        new = [self.requests[number] for number in self.share[:room]]
+        del self.share[:room]
+        added = [*returning, *(new if self.turns is None else self.turns.start(new))]
+        if added:
+            self.engine.add(added, self.sampling)
+        return sum(request.num_tokens for request in added)
 
-
-def _exchange(
-    engine: RolloutEngine,
-    clock: Clock,
-    responses: Mapping[int, Generation],
-    num_requests: int,
-    num_left: int,
-    pool: dist.ProcessGroup | None,
-) -> tuple[list[int], list[int], list[float], set[int]]:
-    """Return by engine: the requests of its share that it has not begun (num_left), the requests
-    that it can begin now, and its seconds per step. Return also the requests that have ended on any
-    engine. num_requests: number of requests in the call; 0: leave out the ended requests. Every
-    rank of the pool must call it."""
-    has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
-    if num_requests:
-        has_ended[list(responses)] = True
-    numbers = np.array([num_left, _room(engine), int(clock.step_seconds * 1e9)])
-    vector = torch.from_numpy(np.concatenate([numbers, np.packbits(has_ended).view(np.int64)]))
-    if len(engine.groups) > 1:
-        # On the CPU: on a GPU it would wait for the step that the engine has begun ahead.
-        first = min(min(ranks) for ranks in engine.groups)  # of the pool
-        vectors = gather_vectors(vector, pool)[[ranks[0] - first for ranks in engine.groups]]
-    else:
+    def exchange(self, exchanges_ended: bool) -> tuple[list[int], list[int], list[float], set[int]]:
+        """Return by engine: the requests of its share that it has not begun, the requests that it
+        can begin now, and its seconds per step. Return also the requests that have ended on any
+        engine, if `exchanges_ended`. Every rank of the pool must call it."""
+        num_requests = len(self.requests) if exchanges_ended else 0
+        has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
+        if exchanges_ended:
+            has_ended[list(self.responses)] = True
+        nanoseconds = int(self.clock.step_seconds * 1e9)
+        numbers = np.array([len(self.share), _room(self.engine), nanoseconds])
+        vector = torch.from_numpy(np.concatenate([numbers, np.packbits(has_ended).view(np.int64)]))
         vectors = vector[None]
-    bits = np.bitwise_or.reduce(vectors[:, 3:].numpy(), axis=0)
-    ended = set(np.flatnonzero(np.unpackbits(bits.view(np.uint8))).tolist())
-    nums_left, rooms, nanoseconds = vectors[:, :3].T.tolist()
-    return nums_left, rooms, [duration / 1e9 for duration in nanoseconds], ended
+        groups = self.engine.groups
+        if len(groups) > 1:
+            # On the CPU: on a GPU it would wait for the step that the engine has begun ahead.
+            first = min(min(ranks) for ranks in groups)  # of the pool
+            vectors = gather_vectors(vector, self.pool)[[ranks[0] - first for ranks in groups]]
+        bits = np.bitwise_or.reduce(vectors[:, 3:].numpy(), axis=0)
+        ended = set(np.flatnonzero(np.unpackbits(bits.view(np.uint8))).tolist())
+        nums_left, rooms, durations = vectors[:, :3].T.tolist()
+        return nums_left, rooms, [duration / 1e9 for duration in durations], ended

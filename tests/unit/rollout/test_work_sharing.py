@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_mc.data.batch import NOTHING
 from rlhf_mc.rollout.base import Request, Sampling
-from rlhf_mc.rollout.engine_loop import _begin, _room
+from rlhf_mc.rollout.engine_loop import _Call, _room
 from rlhf_mc.rollout.work_sharing import ResponseLengths, SharedQueue, VirtualClock, period_length
 
 PLACES = 8
@@ -173,7 +173,9 @@ def test_a_returning_conversation_displaces_no_request_that_has_left_the_queue()
     requests = [Request(i, np.array([5], np.int32), i, NOTHING) for i in range(4)]
     queue = SharedQueue(3)
     share, other = queue.deal([1, 1], 1)
-    _begin(engine, requests, share, Sampling(1.0, 8, ()), [requests[3]], 1, None)
+    sampling = Sampling(1.0, 8, ())
+    call = _Call(engine, requests, sampling, VirtualClock(), None, None, share=share, promised=1)
+    call.begin([requests[3]])
     queue.end_period([len(share), len(other) - 1])
     assert sorted([*added, *other, *queue.left]) == [0, 1, 2, 3]
 
