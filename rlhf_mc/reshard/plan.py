@@ -163,16 +163,18 @@ def make_plans(
     bucket_bytes: int,
     ranks_per_node: int = 8,
     share: bool = False,
-) -> tuple[Plan, Plan | None]:
+) -> list[Plan]:
     """Return the plans of the weight update: of the model, whose elements have `itemsize` bytes,
-    and of its correction biases (logical tensors), which are float32; None without any. Other
+    and, if there are any, of its correction biases (logical tensors), which are float32. Other
     arguments as of make_plan."""
     if not biases:
-        return make_plan(source, target, itemsize, bucket_bytes, ranks_per_node, share), None
+        return [make_plan(source, target, itemsize, bucket_bytes, ranks_per_node, share)]
     source, source_biases = split_layouts(source, biases)
     target, target_biases = split_layouts(target, biases)
-    plan = make_plan(source, target, itemsize, bucket_bytes, ranks_per_node, share)
-    return plan, make_plan(source_biases, target_biases, 4, bucket_bytes, ranks_per_node)
+    return [
+        make_plan(source, target, itemsize, bucket_bytes, ranks_per_node, share),
+        make_plan(source_biases, target_biases, 4, bucket_bytes, ranks_per_node),
+    ]
 
 
 def _alias(

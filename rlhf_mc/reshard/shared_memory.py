@@ -20,15 +20,17 @@ from rlhf_mc.topology.consensus import gather_objects
 
 
 class SharedMemory:
-    """Messages between the ranks of one node. A rank's outbox is written by the rank and read by
-    the others.
+    """Shared memory between the ranks of a node, point-to-point messages between nodes. A rank's
+    outbox is written by the rank and read by the others; a message to ranks of both kinds is packed
+    once.
 
-    It lies in an anonymous file (memfd). So a killed rank leaves nothing behind, and the size of
-    /dev/shm does not matter."""
+    The outbox lies in an anonymous file (memfd). So a killed rank leaves nothing behind, and the
+    size of /dev/shm does not matter."""
 
     def __init__(self, num_bytes: int, group: dist.ProcessGroup) -> None:
         """Allocate this rank's outbox of `num_bytes`, and map the outboxes of the node's other
         ranks. Collective."""
+        self._network = PointToPoint(group)
         self._rank = dist.get_rank(group)
         # The file begins with one int64 per rank: the element at which the message to that rank
         # begins.
@@ -89,25 +91,32 @@ class SharedMemory:
         ]
 
     def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
-        """Return the mapped outbox. Messages are read where their senders packed them, so the inbox
-        is empty."""
+        """Return the mapped outbox, and an inbox for the messages of other nodes. Those of the node
+        are read where their senders packed them."""
         outbox = torch.frombuffer(self._memory[self._rank], dtype=dtype, offset=self._header_bytes)
-        return Buffers(outbox, torch.empty(0, dtype=dtype))
+        return Buffers(outbox, self._network.inbox(plan, dtype, but_from=self.ranks))
 
     def exchange(
         self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
     ) -> dict[int, torch.Tensor]:
-        """Publish where the outgoing messages begin in the outbox, wait for the node's ranks to do
-        so, and return views of the senders' outboxes."""
+        """Exchange the messages between nodes. Then publish where the messages within the node
+        begin in the outbox, wait for its ranks to do so, and return views of the senders'
+        outboxes."""
+
+        def of_others(by_rank: Mapping[int, Any]) -> dict[int, Any]:
+            return {rank: value for rank, value in by_rank.items() if rank not in self.ranks}
+
+        incoming = self._network.exchange(buffers, of_others(outgoing), of_others(sizes))
         header = torch.frombuffer(
             self._memory[self._rank], dtype=torch.int64, count=self._header_bytes // 8
         )
         for rank, message in outgoing.items():
             header[rank] = int(message.storage_offset())
-        self._barrier()
-        return {
+        dist.barrier(self._barrier_group)
+        return incoming | {
             sender: self._message(sender, numel, buffers.outbox.dtype)
             for sender, numel in sizes.items()
+            if sender in self.ranks
         }
 
     def _message(self, sender: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -118,50 +127,12 @@ class SharedMemory:
 
     def release(self) -> None:
         """Wait until every rank of the node has read its messages."""
-        self._barrier()
-
-    def _barrier(self) -> None:
         dist.barrier(self._barrier_group)
-
-
-class SharedMemoryAndNetwork:
-    """Shared memory between the ranks of a node, point-to-point messages between nodes. One message
-    that goes to ranks of both kinds is packed once, in the shared outbox."""
-
-    def __init__(self, shared: SharedMemory, network: PointToPoint) -> None:
-        self._shared = shared
-        self._network = network
-
-    def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
-        """Return the shared outbox, and an inbox for the messages of other nodes."""
-        outbox = self._shared.buffers(plan, dtype).outbox
-        return Buffers(outbox, self._network.inbox(plan, dtype, but_from=self._shared.ranks))
-
-    def exchange(
-        self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
-    ) -> dict[int, torch.Tensor]:
-        """Exchange the messages between nodes, then the messages within the node."""
-
-        def select(by_rank: Mapping[int, Any], on_node: bool) -> dict[int, Any]:
-            return {
-                rank: value
-                for rank, value in by_rank.items()
-                if (rank in self._shared.ranks) == on_node
-            }
-
-        far = self._network.exchange(buffers, select(outgoing, False), select(sizes, False))
-        near = self._shared.exchange(buffers, select(outgoing, True), select(sizes, True))
-        return far | near
-
-    def release(self) -> None:
-        """Wait until every rank of the node has read its messages."""
-        self._shared.release()
 
 
 def host_transport(outbox_bytes: int, group: dist.ProcessGroup) -> Transport:
     """Return the fastest transport of host tensors: shared memory within a node, if the system
     allows it. Collective. outbox_bytes: of the largest bucket that this rank sends
     (RankPlan.outbox_bytes)."""
-    network = PointToPoint(group)
     shared = SharedMemory(outbox_bytes, group)
-    return SharedMemoryAndNetwork(shared, network) if shared.ranks else network
+    return shared if shared.ranks else PointToPoint(group)

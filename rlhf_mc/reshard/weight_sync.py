@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.reshard.execute import BoundPlan, bind
-from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.reshard.plan import Plan, make_plans
+from rlhf_mc.reshard.plan import Plan
 from rlhf_mc.reshard.shared_memory import host_transport
 from rlhf_mc.reshard.transfers import RankPlan
 from rlhf_mc.reshard.transport import PointToPoint, Transport
@@ -26,18 +25,17 @@ class WeightSync:
 
     def __init__(
         self,
-        plan: Plan,
+        plans: Sequence[Plan],
         rank: int,
         verify_when: VerifyWhen,
         dtype: torch.dtype | None = None,
-        biases: Plan | None = None,
         keep_views: bool = True,
     ) -> None:
-        """dtype: of the messages; None: the one type of all tensors. biases: the plan of the
-        correction biases, which are float32. keep_views: the views of the first update serve the
-        later ones; without it tensors may be temporary, and those of the source anything that
-        slices to tensors."""
-        self.plan = plan.for_rank(rank)
+        """plans: of make_plans, the same on every rank. dtype: of the messages, except the
+        correction biases'; None: the one type of all tensors. keep_views: the views of the first
+        update serve the later ones; without it tensors may be temporary, and those of the source
+        anything that slices to tensors."""
+        self.plan, *biases = (plan.for_rank(rank) for plan in plans)
         """This rank's transfers, except the correction biases'."""
         # On GPUs, NCCL chooses between NVLink and the network.
         messages = (
@@ -46,17 +44,15 @@ class WeightSync:
             else host_transport(self.plan.outbox_bytes, _world())
         )
         self._parts: list[tuple[RankPlan, torch.dtype | None, Transport]] = [
-            (self.plan, dtype, messages)
+            (self.plan, dtype, messages),
+            *((part, torch.float32, PointToPoint(_world())) for part in biases),
         ]
-        if biases is not None:
-            self._parts.append((biases.for_rank(rank), torch.float32, PointToPoint(_world())))
         self._keep_views = keep_views
         self._bound: list[BoundPlan] = []
         """The plans with the views of `_tensors`."""
         self._tensors: list[torch.Tensor] = []
         self._verify_when = verify_when
         self._is_first = True
-        plans = [plan] if biases is None else [plan, biases]
         self.metrics = {
             f"reshard/{kind}_bytes": float(
                 sum(getattr(part, f"{kind}_bytes")[rank] for part in plans)
@@ -93,27 +89,6 @@ class WeightSync:
         storage, which all of its views follow, and vLLM's sleep keeps addresses."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         return addresses == [tensor.data_ptr() for tensor in self._tensors]
-
-
-def plan_weight_sync(
-    source: Sequence[Layout],
-    target: Sequence[Layout],
-    biases: frozenset[str],
-    rank: int,
-    dtype: torch.dtype,
-    verify_when: VerifyWhen,
-    bucket_bytes: int,
-    ranks_per_node: int = 8,
-    share: bool = False,
-    keep_views: bool = True,
-) -> WeightSync:
-    """Return this rank's update from each rank's layout of the trainer to its layout of an engine,
-    the same plan on every rank. biases: the correction biases, float32 in both, whatever the type
-    `dtype` of the trainer's others. keep_views: as WeightSync has it."""
-    plan, of_biases = make_plans(
-        source, target, biases, dtype.itemsize, bucket_bytes, ranks_per_node, share
-    )
-    return WeightSync(plan, rank, verify_when, dtype, of_biases, keep_views)
 
 
 def _world() -> dist.ProcessGroup:

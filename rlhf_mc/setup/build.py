@@ -54,7 +54,8 @@ from rlhf_mc.planner.start import Capacity, check_start
 from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.layout import correction_biases
 from rlhf_mc.reshard.placement import rollout_layouts, with_contiguous_experts
-from rlhf_mc.reshard.weight_sync import WeightSync, plan_weight_sync
+from rlhf_mc.reshard.plan import make_plans
+from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
 from rlhf_mc.rollout.engines import engine_factory
@@ -338,16 +339,21 @@ def _rollout(
     if has_contiguous_experts(cfg):
         trained = with_contiguous_experts(trained, actor.groups.mesh)
     with working("planning the weight update"):
-        weight_sync = plan_weight_sync(
+        dtype = DTYPES[cfg.actor.megatron.dtype]
+        plans = make_plans(
             trained,
             rollout_layouts(actor.shape.base, engine_ranks, factory.layout),
             correction_biases(actor.shape),
-            rank,
-            DTYPES[cfg.actor.megatron.dtype],
-            cfg.reshard.verify,
+            dtype.itemsize,
             cfg.reshard.bucket_megabytes << 20,
             per_node,
             shares_weights(cfg),
+        )
+        weight_sync = WeightSync(
+            plans,
+            rank,
+            cfg.reshard.verify,
+            dtype,
             # with quantization each update writes temporary tensors, with adapters it reads them
             keep_views=cfg.rollout.quantization is None
             and actor.shape.lora is None

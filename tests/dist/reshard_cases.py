@@ -18,7 +18,7 @@ from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import Layout, logical_shapes
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.shared_memory import SharedMemory, SharedMemoryAndNetwork, host_transport
+from rlhf_mc.reshard.shared_memory import SharedMemory, host_transport
 from rlhf_mc.reshard.transport import PointToPoint, Transport
 from rlhf_mc.reshard.verify import verify
 from rlhf_mc.rollout.vllm_layout import vllm_layout
@@ -103,7 +103,7 @@ def update_weights(
             tensor.fill_(-1.0)
         execute(part, source, target, transport)
         verify(part, source, target, dist.group.WORLD)
-    sharing = len(transport._shared.ranks) if isinstance(transport, SharedMemoryAndNetwork) else 0
+    sharing = len(transport.ranks) if isinstance(transport, SharedMemory) else 0
     return all(torch.equal(target[name], wanted[name]) for name in wanted), sharing
 
 

@@ -174,7 +174,7 @@ def _update_weights(cfg: Config, engine: ModelEngine) -> None:
         cfg.reshard.bucket_megabytes << 20,
         share=shares_weights(cfg),
     )
-    sync = WeightSync(plan, rank, "off", keep_views=engine.shape.lora is None)
+    sync = WeightSync([plan], rank, "off", keep_views=engine.shape.lora is None)
     views = aliased_views(sync.plan, engine.params)
     target = {
         name: views[name]

@@ -40,7 +40,8 @@ from rlhf_mc.models.heads import log_prob_head, value_head
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.layout import correction_biases, hf_layout
 from rlhf_mc.reshard.placement import rollout_layouts
-from rlhf_mc.reshard.weight_sync import VerifyWhen, plan_weight_sync
+from rlhf_mc.reshard.plan import make_plans
+from rlhf_mc.reshard.weight_sync import VerifyWhen, WeightSync
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology import groups as topology
 from rlhf_mc.topology.consensus import sum_over_ranks
@@ -284,16 +285,9 @@ def _update_weights(case: Case, gpu: FakeCuda, engine: ModelEngine) -> None:
     gpu.phase = "update_weights"
     biases = correction_biases(engine.shape)
     verify_when: VerifyWhen = "always" if case == CASES["experts, parallel"] else "off"
-    sync = plan_weight_sync(
-        engine_layouts(engine, engine.shape.base),
-        wanted,
-        biases,
-        rank,
-        dtype,
-        verify_when,
-        1 << 16,
-        keep_views=not case.lora_rank,
-    )
+    trained = engine_layouts(engine, engine.shape.base)
+    plans = make_plans(trained, wanted, biases, dtype.itemsize, 1 << 16)
+    sync = WeightSync(plans, rank, verify_when, dtype, keep_views=not case.lora_rank)
     target = {
         name: torch.empty(
             shape, dtype=torch.float32 if name in wanted[rank].float32 else dtype, device="cuda:0"

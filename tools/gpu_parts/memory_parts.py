@@ -205,7 +205,7 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     training = training_layouts(shape, mesh, uses_transformer_engine())
     rollout = rollout_layouts(shape, groups, vllm_layout)
     plan = make_plan(training, rollout, torch.bfloat16.itemsize, BUCKET_BYTES, share=False)
-    sync = WeightSync(plan, rank, "off")
+    sync = WeightSync([plan], rank, "off")
     planned = time.perf_counter() - begin
     draw = torch.Generator(platform.device()).manual_seed(rank)
     empty: dict[str, Any] = {"dtype": torch.bfloat16, "device": platform.device()}

@@ -15,7 +15,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard import weight_sync
 from rlhf_mc.reshard.execute import BoundPlan, bind, execute
 from rlhf_mc.reshard.layout import EMPTY, whole_layout
-from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.plan import make_plan, make_plans
 from rlhf_mc.reshard.shared_memory import SharedMemory, host_transport
 from rlhf_mc.reshard.transport import PointToPoint
 
@@ -47,9 +47,8 @@ def test_correction_biases_are_verified_after_an_update(
     world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = whole_layout({"w": (4, 2), "bias": (3,)})
-    sync = weight_sync.plan_weight_sync(
-        [layout], [layout], frozenset({"bias"}), 0, torch.bfloat16, "always", 1000
-    )
+    plans = make_plans([layout], [layout], {"bias"}, 2, 1000)
+    sync = weight_sync.WeightSync(plans, 0, "always", torch.bfloat16)
     source = {"w": torch.randn(4, 2).bfloat16(), "bias": torch.randn(3)}
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     sync.run(source, target)
@@ -87,9 +86,8 @@ def test_views_are_made_again_only_for_other_memory(
 
     def updates(keep_views: bool) -> Iterator[int]:
         bound.clear()
-        sync = weight_sync.plan_weight_sync(
-            [layout], [layout], frozenset(), 0, torch.float32, "off", 1000, keep_views=keep_views
-        )
+        plans = make_plans([layout], [layout], (), 4, 1000)
+        sync = weight_sync.WeightSync(plans, 0, "off", torch.float32, keep_views)
         source = {"w": torch.randn(4, 2)}
         target = {"w": torch.zeros(4, 2)}
         for change in ("nothing", "values", "storage", "target"):
