@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -31,31 +30,12 @@ def period_length(max_tokens: int) -> float:
     return min(64.0, max(16.0, max_tokens / 16))
 
 
-class Clock(Protocol):
-    """Clock of one engine, which tells when a period ends."""
-
-    @property
-    def step_seconds(self) -> float:
-        """Measured seconds of a step, which the engines exchange; 0: not measured."""
-
-    def begin_period(self, length: float, step_seconds: Sequence[float], engine: int) -> None:
-        """Begin a period at the same time as all engines. step_seconds: of each engine. engine:
-        this one."""
-
-    def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
-        """Count a step with num_running requests and num_prompt_tokens tokens of prompts that are
-        added before it. cache_cost: of reading the KV cache, relative to the fixed cost of a
-        step."""
-
-    @property
-    def period_is_over(self) -> bool:
-        """The engine has taken the steps of this period."""
-
-
 class VirtualClock:
-    """Clock that adds up the cost of the engine's steps in the period."""
+    """Clock of one engine, which tells when a period ends: it adds up the cost of the engine's
+    steps."""
 
     step_seconds = 0.0
+    """Measured seconds of a step, which the engines exchange; 0: not measured."""
 
     def __init__(self) -> None:
         self._left = 0.0
@@ -63,11 +43,14 @@ class VirtualClock:
         """Cost of the last step."""
 
     def begin_period(self, length: float, step_seconds: Sequence[float], engine: int) -> None:
-        """Begin a period. Engines have waited for each other at its beginning."""
+        """Begin a period at the same time as all engines. step_seconds: of each engine. engine:
+        this one."""
         self._left = length
 
     def step(self, num_running: int, num_prompt_tokens: int, cache_cost: float) -> None:
-        """Count a step."""
+        """Count a step with num_running requests and num_prompt_tokens tokens of prompts that are
+        added before it. cache_cost: of reading the KV cache, relative to the fixed cost of a
+        step."""
         self._last = (
             1.0 + num_running * _PER_REQUEST + num_prompt_tokens * _PER_PROMPT_TOKEN + cache_cost
         )
@@ -109,6 +92,7 @@ class MeasuredClock:
         return self._steps_left <= 0
 
 
+Clock = VirtualClock | MeasuredClock
 CLOCKS: dict[str, type[Clock]] = {"virtual": VirtualClock, "measured": MeasuredClock}
 """Clocks by the value of rollout.clock."""
 
