@@ -66,21 +66,10 @@ def check_parameters(
 
     A parameter that nothing writes would stay zero, and the engine would generate with it."""
     wrong = [
-        *(
-            f"the engine alone has {name} {shape}"
-            for name, shape in actual.items()
-            if name not in written
-        ),
-        *(
-            f"the engine lacks {name} {shape}"
-            for name, shape in written.items()
-            if name not in actual
-        ),
-        *(
-            f"{name} has shape {actual[name]} in the engine, {shape} in the weight update"
-            for name, shape in written.items()
-            if actual.get(name, shape) != shape
-        ),
+        f"{name} is {actual.get(name, 'absent')} in the engine, {written.get(name, 'absent')} in "
+        "the weight update"
+        for name in {**actual, **written}
+        if actual.get(name) != written.get(name)
     ]
     if not wrong:
         return

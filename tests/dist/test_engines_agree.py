@@ -79,12 +79,12 @@ def checkpoint(workspace: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qkv_bias": False}, "the engine alone has model.layers.0.self_attn.qkv_proj.bias (128,)"),
-        ({"o_bias": True}, "the engine lacks model.layers.0.self_attn.o_proj.bias (128,)"),
+        ({"qkv_bias": False}, "qkv_proj.bias is (128,) in the engine, absent in the weight update"),
+        ({"o_bias": True}, "o_proj.bias is absent in the engine, (128,) in the weight update"),
         (
             {"ffn_hidden_size": 256},
             (
-                "model.layers.0.mlp.gate_up_proj.weight has shape (192, 128) in the engine, "
+                "model.layers.0.mlp.gate_up_proj.weight is (192, 128) in the engine, "
                 "(256, 128) in the weight update"
             ),
         ),

@@ -189,7 +189,7 @@ def test_steps_are_those_of_vllm(
             "rollout.name is sglang, and the model is of the family qwen3_moe; sglang is for "
             "llama, qwen2, qwen3, mistral: use vllm",
         ),
-        ("biases", "the engine lacks model.layers.0.mlp.down_proj.bias (128,)"),
+        ("biases", "model.layers.0.mlp.down_proj.bias is absent in the engine, (128,) in"),
         (
             "quantization",
             "rollout.quantization is 'fp8'; rollout.name sglang has none: set it to null",
