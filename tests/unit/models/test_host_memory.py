@@ -154,12 +154,15 @@ def test_available_memory_within_a_control_group(
 ) -> None:
     before = available_memory()
     assert 0 < before < 1 << 50
+    (tmp_path / "groups").write_text("0::/\n")
+    monkeypatch.setattr(facts, "PROCESS_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(facts, "CGROUPS", tmp_path)
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.stat").write_text("anon 200000\nfile 700000\nshmem 100000\n")
-    assert list(facts.memory_margins(tmp_path)) == [700_000], "page cache is not used memory"
+    assert available_memory() == 700_000, "page cache is not used memory"
     (tmp_path / "memory.max").write_text("max\n")
-    assert list(facts.memory_margins(tmp_path)) == []
-    monkeypatch.setattr(facts, "memory_margins", lambda: [5000])
+    assert list(facts.memory_limits()) == []
+    (tmp_path / "memory.max").write_text("305000\n")
     with pytest.raises(UserError, match=r"x: 6016 bytes .* 5000 are available"):
         HostArena("x").views([6000])
     assert len(HostArena("x").views([4000])[0]) == 4000
