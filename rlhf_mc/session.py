@@ -34,21 +34,6 @@ def session(
     before_close: called once all ranks have left, before engine and process groups are closed.
     After an exception nothing is closed: other ranks may be in a collective."""
     rank = int(os.environ.get("RANK", "0"))
-    # tqdm takes a tenth of a second
-    from rlhf_mc.observability.phase_progress import phase_progress
-
-    with phase_progress(status, wanted=rank == 0 and "console" in cfg.trainer.logger):
-        yield from _joined(cfg, status, stop, rank, before_close)
-
-
-def _joined(
-    cfg: Config,
-    status: RankStatus,
-    stop: StopRequests,
-    rank: int,
-    before_close: Callable[[], object],
-) -> Iterator[Run]:
-    """Do as `session`, without the console."""
     # Rank 0 alone logs warnings, which are the same on all ranks. The user need not see libraries'
     # warnings.
     logging.basicConfig(
@@ -62,43 +47,46 @@ def _joined(
         max(megatron.tensor_model_parallel_size for megatron in layouts(cfg).values())
     )
     forbid_tf32([megatron.dtype for megatron in layouts(cfg).values()])
+    # tqdm takes a tenth of a second
+    from rlhf_mc.observability.phase_progress import phase_progress
 
-    with importing("importing torch"):
-        from rlhf_mc import platform
-        from rlhf_mc.observability.metrics import PhaseTimer
-        from rlhf_mc.runtime.determinism import use_deterministic_algorithms
-        from rlhf_mc.runtime.heartbeat import heartbeats
-        from rlhf_mc.topology.rendezvous import init_process_group
+    with phase_progress(status, wanted=rank == 0 and "console" in cfg.trainer.logger):
+        with importing("importing torch"):
+            from rlhf_mc import platform
+            from rlhf_mc.observability.metrics import PhaseTimer
+            from rlhf_mc.runtime.determinism import use_deterministic_algorithms
+            from rlhf_mc.runtime.heartbeat import heartbeats
+            from rlhf_mc.topology.rendezvous import init_process_group
 
-    trainer = cfg.trainer
-    platform.keep_freed_memory()
-    if trainer.deterministic:
-        use_deterministic_algorithms()
-    # used for the names of the phases, which an error carries as notes
-    timer = PhaseTimer(status=status)
-    with timer.phase("join"):
-        init_process_group(trainer.dist_timeout_seconds)
-    stop.read_job_end()
-    # A straggler is named after half the timeout of a collective, before the other ranks fail.
-    with heartbeats(
-        status, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2
-    ):
-        with timer.phase("import"), importing("Megatron-Core"):
-            from rlhf_mc.models.transformer_engine import import_transformer_engine
+        trainer = cfg.trainer
+        platform.keep_freed_memory()
+        if trainer.deterministic:
+            use_deterministic_algorithms()
+        # used for the names of the phases, which an error carries as notes
+        timer = PhaseTimer(status=status)
+        with timer.phase("join"):
+            init_process_group(trainer.dist_timeout_seconds)
+        stop.read_job_end()
+        # A straggler is named after half the timeout of a collective, before the other ranks fail.
+        with heartbeats(
+            status, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2
+        ):
+            with timer.phase("import"), importing("Megatron-Core"):
+                from rlhf_mc.models.transformer_engine import import_transformer_engine
 
-            import_transformer_engine()
-            from rlhf_mc.setup.build import build_run
-            from rlhf_mc.topology.groups import barrier, shut_down
-        with timer.phase("setup"):
-            run = build_run(cfg)
-        with timer.phase("fit"):
-            yield run
-            barrier()
-    before_close()
-    status.enter("close")
-    if run.environments is not None:
-        run.environments.close()
-    # before its process groups are destroyed: garbage collection would print a stack trace
-    run.rollout.close()
-    # No heartbeats from here on: the ranks end at different times.
-    shut_down()
+                import_transformer_engine()
+                from rlhf_mc.setup.build import build_run
+                from rlhf_mc.topology.groups import barrier, shut_down
+            with timer.phase("setup"):
+                run = build_run(cfg)
+            with timer.phase("fit"):
+                yield run
+                barrier()
+        before_close()
+        status.enter("close")
+        if run.environments is not None:
+            run.environments.close()
+        # before its process groups are destroyed: garbage collection would print a stack trace
+        run.rollout.close()
+        # No heartbeats from here on: the ranks end at different times.
+        shut_down()
