@@ -18,14 +18,14 @@ requires it. The others: a block of values that share a scale (is_quantizable of
 Engine's quantizers)."""
 
 
-def check_length(shape: ModelShape, data: DataConfig) -> None:
-    """Raise a UserError where a prompt and its response may have more tokens than the model has
-    positions."""
+def check_length(where: str, shape: ModelShape, data: DataConfig) -> None:
+    """Raise UserError if a prompt and its response may have more tokens than the model has
+    positions. where: the model's setting, for the message."""
     longest = data.max_prompt_length + data.max_response_length
     if longest > shape.max_position_embeddings:
         raise UserError(
-            f"data.max_prompt_length + data.max_response_length: {longest} tokens, more than the "
-            f"model's max_position_embeddings {shape.max_position_embeddings}"
+            f"{where}: max_position_embeddings is {shape.max_position_embeddings}, fewer than the "
+            f"{longest} tokens of data.max_prompt_length + data.max_response_length"
         )
 
 

@@ -73,8 +73,8 @@ def _check_models(cfg: Config) -> None:
         megatron = layouts(cfg)[role]
         with _in_section(f"{role}.megatron", key):
             check_layout(shape, megatron, role)
-    _, actor = roles["actor"]
-    check_length(actor, cfg.data)
+    key, actor = roles["actor"]
+    check_length(key, actor, cfg.data)
     k = num_teacher_tokens(cfg)
     for key, shape in (roles["actor"], *(roles[role] for role in teacher_paths(cfg))):
         if k > shape.vocab_size:

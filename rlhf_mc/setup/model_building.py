@@ -38,6 +38,7 @@ from rlhf_mc.rollout.base import EngineFactory
 from rlhf_mc.runtime.work import working
 from rlhf_mc.setup.value_heads import (
     check_value_head,
+    check_vocabulary,
     reward_model_checkpoint,
     token_checkpoint,
 )
@@ -77,10 +78,11 @@ def model_starts(
         factory.check_model(shape, cfg.rollout)
     except UserError as error:
         raise UserError(f"{error} (rollout: TP {cfg.rollout.tensor_model_parallel_size})") from None
-    _check_checkpoint(cfg, shape, reader, tokenizer)
-    starts = {
-        "actor": _trained("actor", cfg.actor, shape, reader, mcore),
-    }
+    if mcore is None:
+        with error_prefix("model.path:"):
+            reader.check(shape)
+    check_vocabulary("model.tokenizer_path", tokenizer, shape, f"model.path {cfg.model.path}")
+    starts = {"actor": _trained("actor", cfg.actor, shape, reader, mcore)}
     if has_reference_model(cfg):
         starts["ref"] = ModelStart(shape, reader, mcore)
     if uses_critic(cfg):
@@ -92,8 +94,6 @@ def model_starts(
         key = f"{role}.model_path"
         teacher = token_checkpoint(key, path, cfg.data, tokenizer, value_head=False)
         starts[role] = ModelStart(teacher.shape(), teacher)
-    if "critic" in starts:
-        starts["critic"].reader.check(starts["critic"].shape.base)
     return starts
 
 
@@ -106,6 +106,7 @@ def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerB
     else:
         check_value_head("model.path", reader)
     shape = reader.shape(value_head=True)
+    reader.check(shape)
     return _trained("critic", cfg.critic, shape, reader, mcore)
 
 
@@ -125,20 +126,6 @@ def _trained(
         check_experts(key, frozen, shape)
     adapter = settings.lora.adapter_path
     return ModelStart(shape, reader, mcore, settings.optim, frozen, adapter)
-
-
-def _check_checkpoint(
-    cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise UserError if the actor's checkpoint, its config.json and the tokenizer do not match."""
-    if cfg.model.dist_checkpointing_path is None:
-        with error_prefix("model.path:"):
-            reader.check(shape)
-    if len(tokenizer) > shape.vocab_size:
-        raise UserError(
-            f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, more than the "
-            f"model's vocab_size {shape.vocab_size}; it belongs to another model"
-        )
 
 
 def build_models(

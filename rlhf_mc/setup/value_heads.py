@@ -13,6 +13,7 @@ from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.schema import Config, DataConfig, get_setting
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.tokenizer import has_tokenizer, load_tokenizer
+from rlhf_mc.reshard.model_checks import check_length
 from rlhf_mc.runtime.console import print_line
 
 HEAD = "score.weight"
@@ -53,12 +54,8 @@ def reward_model_checkpoint(
         reader = token_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
     else:
         reader = _read_checkpoint(key, path)
-        _check_size(
-            conversations.key,
-            conversations.tokenizer,
-            reader.shape(value_head=True),
-            f"{key} {path}",
-        )
+        shape = reader.shape(value_head=True)
+        check_vocabulary(conversations.key, conversations.tokenizer, shape, f"{key} {path}")
     if HEAD not in reader.names:
         raise UserError(
             f"{key} {path}: no tensor {HEAD}; a reward model is a sequence classifier of one label"
@@ -81,13 +78,8 @@ def token_checkpoint(
     reader = _read_checkpoint(key, path, value_head)
     shape = reader.shape(value_head)
     where = f"{key} {path}"
-    longest = data.max_prompt_length + data.max_response_length
-    if longest > shape.max_position_embeddings:
-        raise UserError(
-            f"{where}: max_position_embeddings is {shape.max_position_embeddings}, fewer than the "
-            f"{longest} tokens of data.max_prompt_length + data.max_response_length"
-        )
-    _check_size("the actor's", tokenizer, shape, where)
+    check_length(where, shape, data)
+    check_vocabulary("the actor's", tokenizer, shape, where)
     _check_same_tokens(key, path, tokenizer, own_key)
     return reader
 
@@ -102,9 +94,11 @@ def _read_checkpoint(key: str, path: str, value_head: bool = True) -> HFReader:
     return reader
 
 
-def _check_size(
+def check_vocabulary(
     owner: str, tokenizer: PreTrainedTokenizerBase, shape: ModelShape, where: str
 ) -> None:
+    """Raise UserError if the tokenizer has more tokens than the model. owner: of the tokenizer.
+    where: the model's setting and path."""
     if len(tokenizer) > shape.vocab_size:
         raise UserError(
             f"{where}: vocab_size is {shape.vocab_size}, the tokenizer ({owner}) has "

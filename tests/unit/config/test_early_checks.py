@@ -356,8 +356,8 @@ def test_pools_cover_the_run(directory: Path) -> None:
         (["actor.megatron.context_parallel_size=3", "actor.megatron.cp_comm_type=a2a"],
          "actor.megatron.cp_comm_type is 'a2a'; it needs KV heads that context_parallel_size 3 "
          "divides, and a tensor-parallel rank has 2 of the model's 2: set it to p2p (model.path)"),
-        (["data.max_response_length=200"], ("216 tokens, more than the model's "
-                                           "max_position_embeddings 128")),
+        (["data.max_response_length=200"],
+         "model.path: max_position_embeddings is 128, fewer than the 216 tokens"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_the_model_sizes(
