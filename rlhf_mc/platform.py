@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
@@ -173,8 +174,7 @@ def free_device_memory() -> tuple[int, int] | None:
 
 def process_memory() -> int:
     """Return the bytes of host memory that this process has now, with the pages that it shares."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    return psutil.Process().memory_info().rss
 
 
 def peak_memory_gb() -> float:

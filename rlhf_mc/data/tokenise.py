@@ -12,7 +12,7 @@ from rlhf_mc import json_files
 from rlhf_mc.config.environment_schema import SINGLE_TURN_AGENT, TOOL_AGENT
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
-from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, UNREAD, is_filled
+from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, UNREAD, is_filled, needed_columns
 from rlhf_mc.data.tokenizer import ChatText, ChatTokenizer
 
 
@@ -78,7 +78,7 @@ class RowTokenizer:
 
     def _check_columns(self, row: dict[str, Any], where: str) -> None:
         key = self._cfg.reward_fn_key
-        for name in (self._cfg.prompt_key, *((key, REFERENCE) if self._by_rule else ())):
+        for name in needed_columns(self._cfg, self._by_rule):
             if name not in row:  # of a JSONL file: a parquet file has all columns in all rows
                 raise UserError(
                     f"{where}: no column {name!r}; its columns are {', '.join(row)[:300] or 'none'}"

@@ -86,7 +86,7 @@ class EnvironmentsOfWorker:
 
     async def answer(self, turn: Turn) -> StepOutcome:
         """Return the environment's answer to a turn, or why there is none."""
-        setting = "rollout.environment.timeout_seconds"
+        setting = f"{SECTION}.timeout_seconds"
         try:
             answer: StepResult = await awaited(
                 self._answer(turn), self._limit, f"no answer after {{}} s ({setting})"

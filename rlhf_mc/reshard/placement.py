@@ -5,7 +5,7 @@ layout of one rank, topology/mesh.py the coordinates of the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -114,13 +114,20 @@ def with_contiguous_experts(layouts: Sequence[Layout], mesh: Mesh) -> list[Layou
     elements, and the end of a bucket to 128 and to equal shards of its ranks. Without expert
     parallelism the buffer has all tensors."""
     multiple = math.lcm(128, mesh.replicas // mesh.ep)
-    known = {}
-    for layout in {id(layout): layout for layout in layouts}.values():
+
+    def marked(layout: Layout) -> Layout:
         stacks = frozenset(name for name in layout.stacked_shapes if isinstance(name, Stack))
         members = stacks if mesh.ep > 1 else layout.stacked_shapes.keys() - layout.float32
         sizes = (math.prod(layout.stacked_shapes[name][name in stacks :]) for name in members)
         fits = all(size % multiple == 0 for size in sizes)
-        known[id(layout)] = replace(layout, contiguous=stacks) if stacks and fits else layout
+        return replace(layout, contiguous=stacks) if stacks and fits else layout
+
+    return _changed(layouts, marked)
+
+
+def _changed(layouts: Sequence[Layout], change: Callable[[Layout], Layout]) -> list[Layout]:
+    """Return the changed layouts. Ranks that share a Layout share the result."""
+    known = {id(layout): change(layout) for layout in {id(x): x for x in layouts}.values()}
     return [known[id(layout)] for layout in layouts]
 
 
@@ -142,15 +149,12 @@ def split_layouts(
 ) -> tuple[list[Layout], list[Layout]]:
     """Return the layouts without the shards of these logical tensors, and with these alone. Ranks
     that share a Layout share the results."""
-    known = {
-        id(layout): tuple(
-            replace(
-                layout, stacked=tuple(p for p in layout.stacked if (p.tensor in tensors) == chosen)
-            )
-            for chosen in (False, True)
-        )
-        for layout in {id(layout): layout for layout in layouts}.values()
-    }
-    return [known[id(layout)][0] for layout in layouts], [
-        known[id(layout)][1] for layout in layouts
-    ]
+
+    def part(is_chosen: bool) -> list[Layout]:
+        def change(layout: Layout) -> Layout:
+            shards = (p for p in layout.stacked if (p.tensor in tensors) == is_chosen)
+            return replace(layout, stacked=tuple(shards))
+
+        return _changed(layouts, change)
+
+    return part(False), part(True)

@@ -46,7 +46,11 @@ def build_image(folder: Path, **variables: str) -> tuple[str, list[str], Library
         done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
     calls = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
-    return done.stdout.splitlines()[-1], [call.split()[0] for call in calls], facts.apex.__wrapped__()
+    return (
+        done.stdout.splitlines()[-1],
+        [call.split()[0] for call in calls],
+        facts.apex.__wrapped__(),
+    )
 
 
 @pytest.fixture(autouse=True)
