@@ -67,7 +67,6 @@ def check_config(cfg: Config, world_size: int | None) -> None:
     check_values(cfg)
     problems = itertools.chain(
         _pairs(cfg),
-        _optimizers(cfg),
         role_checks.problems(cfg),
         _storage(cfg),
         _adapters(cfg),
@@ -100,13 +99,6 @@ def _pairs(cfg: Config) -> Iterator[str]:
                 f"{key} is {chosen} and {path} is {yaml_text(given)}; set both ({choice}, and a "
                 "path) or neither"
             )
-
-
-def _optimizers(cfg: Config) -> Iterator[str]:
-    for key, optim in (("actor.optim", cfg.actor.optim), ("critic.optim", cfg.critic.optim)):
-        for beta in optim.betas:
-            if beta == 1:
-                yield f"{key}.betas has {beta}; each must be at least 0 and below 1"
 
 
 def _pools(cfg: Config) -> Iterator[str]:

@@ -10,6 +10,7 @@ from rlhf_mc.config.numbers import (
     CountOrMinus1,
     CountOrZero,
     Fraction,
+    FractionBelow1,
     Layers,
     Positive,
     PositiveOrZero,
@@ -35,7 +36,7 @@ class OptimConfig:
     """Decay from lr, at the end of the warm-up, to min_lr, after the last step."""
     weight_decay: PositiveOrZero = 0.01
     """Decoupled weight decay, except of biases and norms."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[FractionBelow1, FractionBelow1] = (0.9, 0.999)
     """Adam's beta1 and beta2."""
     eps: Annotated[float, Range(1e-30, 1e6)] = 1e-8  # near the smallest float32
     """Adam's epsilon."""
@@ -86,7 +87,7 @@ class FrozenMegatronConfig:
     sequences; the size must divide the KV heads of a tensor-parallel rank. Transformer Engine has
     all_gather and a2a+p2p for padded batches alone. On a CPU it is ignored: ranks gather keys and
     values. null: a2a if it moves fewer bytes, else p2p."""
-    virtual_pipeline_model_parallel_size: Layers | None = None
+    virtual_pipeline_model_parallel_size: Annotated[int, Range(2, 100_000)] | None = None
     """Virtual pipeline chunks per stage (interleaved schedule): a smaller pipeline bubble for
     proportionally more P2P messages. null: one chunk."""
     num_layers_in_first_pipeline_stage: Layers | None = None

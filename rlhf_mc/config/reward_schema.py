@@ -202,7 +202,7 @@ class DistillationLossConfig:
     false: it is a term of the actor's loss."""
     loss_max_clamp: Positive | None = None
     """Bound of the absolute value of a token's distillation loss; null: none."""
-    log_prob_min_clamp: Number | None = None
+    log_prob_min_clamp: Annotated[float, Range(-1e6, 0, open=True)] | None = None
     """forward_kl_topk: lower bound of the log-probs of both; null: none."""
 
 

@@ -91,8 +91,6 @@ def _virtual_stages(cfg: Config, role: str, megatron: RoleLayout) -> Iterator[st
     if chunks is None:
         return
     key = f"{section}.virtual_pipeline_model_parallel_size is {chunks};"
-    if chunks < 2:
-        yield f"{key} it must be at least 2, or null"
     if megatron.pipeline_model_parallel_size == 1:
         yield f"{key} that needs {section}.pipeline_model_parallel_size of at least 2"
     for other in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
@@ -136,8 +134,6 @@ def _distillation(cfg: Config) -> Iterator[str]:
             f"{section}.loss_mode is {loss.loss_mode}, whose gradient does not depend on the "
             f"teacher, and {section}.use_policy_gradient is false; set it to true, or another mode"
         )
-    if loss.log_prob_min_clamp is not None and loss.log_prob_min_clamp >= 0:
-        yield f"{section}.log_prob_min_clamp is {loss.log_prob_min_clamp}; it must be below 0"
     mode = cfg.actor.policy_loss.loss_mode
     if mode in SELECTING_LOSSES and (loss.use_policy_gradient or not loss.use_task_rewards):
         yield (

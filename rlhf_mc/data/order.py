@@ -4,6 +4,7 @@ a resumed run continues with the next prompt.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -93,15 +94,13 @@ class PromptOrder:
         files."""
         if self.cfg.train_file_weights:
             return self._weighted(positions)
-        orders: dict[int, np.ndarray] = {}
-        return [self._index(orders, *divmod(position, self.epoch_length)) for position in positions]
-
-    def _index(self, orders: dict[int, np.ndarray], epoch: int, offset: int) -> int:
+        pairs = [divmod(position, self.epoch_length) for position in positions]
         if not self.cfg.shuffle:
-            return offset
-        if epoch not in orders:
-            orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.epoch_length)
-        return int(orders[epoch][offset])
+            return [offset for _, offset in pairs]
+        order = functools.cache(
+            lambda epoch: np.random.default_rng((self.seed, epoch)).permutation(self.epoch_length)
+        )
+        return [int(order(epoch)[offset]) for epoch, offset in pairs]
 
     def _weighted(self, positions: range) -> list[int]:
         """Return the indices of prompts of the files in proportion to their weights.
@@ -113,17 +112,16 @@ class PromptOrder:
         counts = draws_of_files(self.cfg.train_file_weights, positions.start, positions.stop)
         files = np.argmax(np.diff(counts, axis=0), axis=1)
         starts = np.cumsum([0, *sizes])
-        orders: dict[tuple[int, int], np.ndarray] = {}
+        order = functools.cache(
+            lambda turn, file: np.random.default_rng((self.seed, turn, file)).permutation(
+                sizes[file]
+            )
+        )
         out = []
         for file, before in zip(files.tolist(), counts[:-1], strict=True):
             turn, offset = divmod(int(before[file]), sizes[file])
-            if self.cfg.shuffle and (file, turn) not in orders:
-                orders[file, turn] = np.random.default_rng((self.seed, turn, file)).permutation(
-                    sizes[file]
-                )
-            out.append(
-                int(starts[file] + (orders[file, turn][offset] if self.cfg.shuffle else offset))
-            )
+            place = order(turn, file)[offset] if self.cfg.shuffle else offset
+            out.append(int(starts[file] + place))
         return out
 
 

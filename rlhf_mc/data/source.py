@@ -9,7 +9,7 @@ import os
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,34 +51,6 @@ def is_filled(value: Any) -> bool:
     )
 
 
-class Rows(Protocol):
-    """The rows of one file."""
-
-    def __len__(self) -> int: ...
-
-    def first(self, count: int | None) -> Rows:
-        """Return the first `count` rows; None: all."""
-        ...
-
-    def read(self, numbers: range) -> Iterator[dict[str, Any] | UserError]:
-        """Yield these rows, or the error of a row that cannot be read. Raise ColumnError for a
-        column that cannot be read."""
-        ...
-
-    def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows, without the columns that `keep` dropped."""
-        ...
-
-    def row_name(self, number: int) -> str:
-        """Return the name of a row, for messages."""
-        ...
-
-    def keep(self, columns: Sequence[str]) -> Rows:
-        """Return the rows with at least these columns, in less memory where the format allows
-        it."""
-        ...
-
-
 class ColumnError(NodeError):
     """A column that cannot be read."""
 
@@ -100,10 +72,13 @@ class ParquetRows:
     def __len__(self) -> int:
         return len(self._table)
 
-    def first(self, count: int | None) -> Rows:
+    def first(self, count: int | None) -> ParquetRows:
+        """Return the first `count` rows; None: all."""
         return ParquetRows(self._table.slice(0, count))
 
     def read(self, numbers: range) -> Iterator[dict[str, Any] | UserError]:
+        """Yield these rows, or the error of a row that cannot be read. Raise ColumnError for a
+        column that cannot be read."""
         names = self._table.column_names
         part = self._table.slice(numbers.start, len(numbers))
         columns = [_column_values(part, number) for number in range(len(names))]
@@ -111,6 +86,7 @@ class ParquetRows:
             yield dict(zip(names, values, strict=True))
 
     def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Return these rows, without the columns that `keep` dropped."""
         # Table.take would join all chunks of a large file first; one row at a time takes three
         # times as long.
         slices = [self._table.slice(number, 1) for number in numbers]
@@ -120,9 +96,12 @@ class ParquetRows:
         return rows
 
     def row_name(self, number: int) -> str:
+        """Return the name of a row, for messages."""
         return f"row {number}"
 
-    def keep(self, columns: Sequence[str]) -> Rows:
+    def keep(self, columns: Sequence[str]) -> ParquetRows:
+        """Return the rows with at least these columns, in less memory where the format allows
+        it."""
         return ParquetRows(
             self._table.select([name for name in self._table.column_names if name in columns])
         )
@@ -184,7 +163,8 @@ def write_prompts(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) 
 
 
 class JsonlRows:
-    """The rows of a JSONL file: one object in each line. A line is parsed when its row is read."""
+    """The rows of a JSONL file: one object in each line. A line is parsed when its row is read. The
+    methods are those of ParquetRows."""
 
     def __init__(self, lines: pa.LargeBinaryArray, numbers: Sequence[int]) -> None:
         """lines: the lines that are not blank. numbers: of each, from 1."""
@@ -194,7 +174,7 @@ class JsonlRows:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def first(self, count: int | None) -> Rows:
+    def first(self, count: int | None) -> JsonlRows:
         return JsonlRows(self._lines.slice(0, count), self._numbers[:count])
 
     def read(self, numbers: range) -> Iterator[dict[str, Any] | UserError]:
@@ -213,7 +193,7 @@ class JsonlRows:
     def row_name(self, number: int) -> str:
         return f"row {number} (line {self._numbers[number]})"
 
-    def keep(self, columns: Sequence[str]) -> Rows:
+    def keep(self, columns: Sequence[str]) -> JsonlRows:
         return self
 
 
@@ -259,6 +239,10 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 # ---------------------------------------------------------------- either format
+
+
+Rows = ParquetRows | JsonlRows
+"""The rows of one file."""
 
 
 def is_jsonl(path: str) -> bool:

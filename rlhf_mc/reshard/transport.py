@@ -37,18 +37,15 @@ class Transport(Protocol):
 
     def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
         """Return buffers that are large enough for every bucket of the plan."""
-        ...
 
     def exchange(
         self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]
     ) -> dict[int, torch.Tensor]:
         """Send the messages of one bucket, views of the outbox, and return the received ones by
         sender. sizes: the number of elements of the message from each sender."""
-        ...
 
     def release(self) -> None:
         """Allow the senders to overwrite the messages that `exchange` returned."""
-        ...
 
 
 class PointToPoint:

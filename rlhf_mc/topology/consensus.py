@@ -100,12 +100,8 @@ def on_rank_0(
     If it fails with a UserError or an OSError, raise the error on all ranks, as `on_every_rank`
     does. Every rank of the group must call it."""
     is_first = not dist.is_initialized() or dist.get_rank(group) == 0
-    result, error = gather_objects(_attempt(action, subject) if is_first else (None, None), group)[
-        0
-    ]
-    if error is not None:
-        raise error
-    return cast(T, result)
+    results = gather_results(lambda: action() if is_first else None, subject, group)
+    return cast(T, results[0])
 
 
 def _attempt(action: Callable[[], T], subject: str) -> tuple[T | None, UserError | None]:

@@ -175,7 +175,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
                 "actor.megatron.virtual_pipeline_model_parallel_size=1",
                 "actor.megatron.pipeline_model_parallel_size=2",
             ),
-            ("virtual_pipeline_model_parallel_size is 1", "at least 2, or null"),
+            ("virtual_pipeline_model_parallel_size is 1", "at least 2"),
         ),
         (
             (
