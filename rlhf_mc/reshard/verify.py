@@ -57,17 +57,14 @@ def _first_difference(
     group: dist.ProcessGroup | None,
     dtype: torch.dtype | None,
 ) -> str | None:
-    for name, view in aliased_views(plan, source).items():
-        if target[name].data_ptr() != view.data_ptr():
-            return (
-                f"{name} on rank {plan.rank} does not alias its source, but the plan says that it "
-                "does"
-            )
     received = [] if group is None else [t for _, receives in plan.buckets for t in receives]
     sides = Sides(source, target)
     wanted = [_checksums(plan.copies, sides.source_blocks)]
     if group is not None:
         wanted.append(_checksums_of_senders(plan, sides, received, group))
+    for name, view in aliased_views(plan, source).items():
+        if target[name].data_ptr() != view.data_ptr():
+            return f"{name} on rank {plan.rank} does not alias its source, as the plan says"
     written = [*plan.copies, *received]
     got = _checksums(written, sides.destination, dtype)
     different = (torch.cat(wanted) != got).any(dim=1).nonzero().flatten().tolist()

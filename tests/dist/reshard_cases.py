@@ -10,12 +10,14 @@ import time
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.layout import Layout, logical_shapes
+from rlhf_mc.reshard.layout import EMPTY, Layout, logical_shapes, whole_layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.shared_memory import SharedMemory, host_transport
@@ -105,6 +107,18 @@ def update_weights(
         verify(part, source, target, dist.group.WORLD)
     sharing = len(transport.ranks) if isinstance(transport, SharedMemory) else 0
     return all(torch.equal(target[name], wanted[name]) for name in wanted), sharing
+
+
+def lose_an_alias() -> str:
+    """Verify a plan in which rank 0's tensor is its source and rank 1 has a copy, after rank 0 has
+    made a copy too. Return the error."""
+    rank = dist.get_rank()
+    whole = whole_layout({"w": (4, 2)})
+    plan = make_plan([whole, EMPTY], [whole, whole], 4, 1000, share=True).for_rank(rank)
+    tensor = torch.arange(8.0).view(4, 2)
+    with pytest.raises(UserError) as caught:
+        verify(plan, {"w": tensor} if rank == 0 else {}, {"w": tensor.clone()}, dist.group.WORLD)
+    return str(caught.value)
 
 
 def _exchange_late(exchange: Any, *arguments: Any) -> Any:

@@ -68,3 +68,9 @@ def test_messages_stay_until_the_last_rank_has_read_them(pool: Any) -> None:
         "ranks_per_node": 2,
     }
     assert pool(2).run(reshard_cases.update_weights, kind="late", **layout) == [(True, 2)] * 2
+
+
+def test_lost_aliasing_on_one_rank_is_an_error_of_all(pool: Any) -> None:
+    errors = pool(2).run(reshard_cases.lose_an_alias)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("reshard.verify: w on rank 0 does not alias its source")
