@@ -81,8 +81,8 @@ class Trainer:
     def __iter__(self) -> Iterator[Step]:
         """Join the other ranks, build the run or resume it, and yield each step once it is logged.
         After the last step the trained actor is exported. Leaving the loop earlier ends the run
-        without an export; the same program
-        resumes it from its last checkpoint (trainer.save_freq)."""
+        without an export; the same program resumes it from its last checkpoint
+        (trainer.save_freq)."""
         # the launcher's store still has the keys of the first rendezvous
         if Trainer._has_joined and world_size() > 1:
             raise UserError(
@@ -130,8 +130,7 @@ def _write_prompts(directory: Path, name: str, prompts: Prompts) -> str:
 
 def _write_reward(directory: Path, reward: Reward) -> str:
     """Write a Python file that defines compute_score as the given object. Return its path. Raise
-    UserError if it
-    cannot be pickled."""
+    UserError if it cannot be pickled."""
     if not callable(reward):
         raise UserError(f"reward is {reward!r}; it must be a function or a class")
     try:

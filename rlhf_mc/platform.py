@@ -23,9 +23,8 @@ _DEFAULT_POOL = (0, 0)
 """Identifier of the pool of torch's allocator on a GPU that all tensors are in, unless a caller
 asks for another."""
 _M_TRIM_THRESHOLD = -1
-"""A parameter of glibc's mallopt, from malloc.h."""
 _M_MMAP_THRESHOLD = -3
-"""Another one."""
+"""Parameters of glibc's mallopt, from malloc.h."""
 
 
 def use_cuda() -> bool:
@@ -48,10 +47,9 @@ def device() -> torch.device:
 
 
 def nccl_version() -> tuple[int, int, int]:
-    """Return the version of the NCCL library that this process has loaded.
-    torch.cuda.nccl.version() is the version that torch was built with, also where LD_PRELOAD has
-    put another library in its place. It is the answer where torch contains NCCL, so that no library
-    of that name is loaded."""
+    """Return the version of the NCCL library that this process has loaded, which LD_PRELOAD may
+    have put in the place of torch's. Where no such library is loaded, torch contains NCCL: its
+    version is the one that torch was built with."""
     try:
         library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:

@@ -204,7 +204,7 @@ def _storage(cfg: Config) -> Iterator[str]:
     if cfg.actor.megatron.param_offload and shares_weights(cfg):
         yield (
             "actor.megatron.param_offload is true and reshard.share_weights is true; weights that "
-            "vLLM shares cannot be offloaded: set one of them to false"
+            "the engine shares cannot be offloaded: set one of them to false"
         )
     if cfg.rollout.quantization is None:
         return

@@ -300,8 +300,8 @@ Placement = Mapping[str, frozenset[str]]
 
 def parts_on_device(phase: str, shared: Mapping[str, str] | None = None) -> Placement | None:
     """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase
-    of a reward model or a teacher is named after its role, and needs that model.
-    shared: what `shared_models` returns."""
+    of a reward model or a teacher is named after its role, and needs that model. shared: what
+    `shared_models` returns."""
     row = DEVICE_PLACEMENT[unnamed(phase)]
     if row is None:
         return None

@@ -64,9 +64,9 @@ class TrainerConfig:
     layout. Once this run has its own checkpoints, the same command resumes from the newest of
     those."""
     replay: str | None = None
-    """Directory of a run with rollout.tail_batching, partial_rollout or environment,
-    whose decisions this run takes: from its rollouts.jsonl the groups of each step, and the token
-    at which each response was cut; from its observations/ the answers of environments. So a run in
+    """Directory of a run with rollout.tail_batching, partial_rollout or environment, whose
+    decisions this run takes: from its rollouts.jsonl the groups of each step, and the token at
+    which each response was cut; from its observations/ the answers of environments. So a run in
     another layout draws the same tokens."""
     resume_changed_inputs: FreeOnResume[Literal["refuse", "allow"]] = "refuse"
     """Behaviour on resume if data, model or tokenizer files have changed since the checkpoint, by

@@ -2,9 +2,8 @@
 sequences to micro-batches.
 
 Arithmetic on lengths, within token budgets; no torch here. Every rank has the lengths of the whole
-batch and
-computes the same assignment, so nothing here communicates. A sequence is given by its index in the
-list of lengths.
+batch and computes the same assignment, so nothing here communicates. A sequence is given by its
+index in the list of lengths.
 """
 
 from __future__ import annotations
@@ -222,7 +221,7 @@ class Shared(list[int]):
     def __init__(self, sequences: Iterable[int], ranks: int) -> None:
         super().__init__(sequences)
         self.ranks = ranks
-        """Their number."""
+        """Number of ranks."""
 
 
 def num_sharing_ranks(sequences: Sequence[int], all_ranks: int) -> int:

@@ -70,8 +70,7 @@ class Generation:
     CONTEXT_START of the others."""
     finished: bool
     """True: ended with an end token, or by its environment; False: truncated at
-    max_response_length, or not ended
-    yet."""
+    max_response_length, or not ended yet."""
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
     """The experts chosen for each token of prompt and response before the last drawn one, in the
     layers that have experts: [tokens, layers, k] uint8, or uint16 of more than 256. On the ranks of

@@ -93,7 +93,7 @@ def _check_same_tokens(engines: Sequence[Sequence[int]], digests: torch.Tensor) 
         for rank in others:
             if not torch.equal(digests[first], digests[rank]):
                 raise UserError(
-                    f"rollout: ranks {first} and {rank} of one vLLM engine drew different tokens; "
-                    "they must run the same vLLM, the same weights and the same seeds (is one of "
+                    f"rollout: ranks {first} and {rank} of one engine drew different tokens; they "
+                    "must run the same version, the same weights and the same seeds (is one of "
                     "them on other hardware or another version?)"
                 )

@@ -266,7 +266,7 @@ def scored_by_rule(cfg: Config, key: str) -> bool:
 
 def check_columns(path: str, required: Sequence[str]) -> None:
     """Raise NodeError unless the file can be read and has the columns. Of a parquet file the footer
-    is read, of a JSONL file the first line."""
+    is read, of a JSONL file the lines up to the first object."""
     if is_jsonl(path):
         _check_first_object(path, required)
         return

@@ -1,6 +1,6 @@
 """Tools as an environment: the calls of a turn are run, and their answers are the observation. A
-user's function and
-an object of verl's BaseTool have one interface here. Neither torch nor numpy is imported.
+user's function and an object of verl's BaseTool have one interface here. Neither torch nor numpy is
+imported.
 """
 
 from __future__ import annotations

@@ -244,8 +244,7 @@ class VLLMEngine:
         only.
 
         Raise RuntimeError if vLLM has not restored a buffer that is no parameter (rotary tables):
-        no update writes
-        it."""
+        no update writes it."""
         self._llm.wake_up(tags=[part])
         self.awake |= {part}
         if part == WEIGHTS:

@@ -237,13 +237,12 @@ def drawing(draws: Draws, experts: RoutedExperts | None = None) -> Iterator[None
     body runs. CPU only. All requests are of `draws`, named by their numbers, and without a seed,
     log-probs or penalties. experts: gets the choices of each step.
 
-    Target: CPUModelRunner._sample.
-    Reason: vLLM's seeds are a generator for each request: one Python operation after the other, a
-    tenth to a fifth of the time of a small model together with log-probs as objects. Its generators
-    also fail
-    (RuntimeError) for requests with tokens left to prefill, since max_num_batched_tokens splits
-    their prompts or they were preempted: these are sampled too, and their offsets are set back,
-    which a CPU generator does not have. Here such a draw is repeated later with the same key."""
+    Target: CPUModelRunner._sample. Reason: vLLM's seeds are a generator for each request: one
+    Python operation after the other, a tenth to a fifth of the time of a small model together with
+    log-probs as objects. Its generators also fail (RuntimeError) for requests with tokens left to
+    prefill, since max_num_batched_tokens splits their prompts or they were preempted: these are
+    sampled too, and their offsets are set back, which a CPU generator does not have. Here such a
+    draw is repeated later with the same key."""
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -328,10 +327,9 @@ def on_own_gpu() -> Iterator[None]:
 def in_any_world(family: str) -> AbstractContextManager[None]:
     """Return the context in which vLLM builds a model of this family.
 
-    Target: torch.distributed in vllm.model_executor.models.gpt_oss.
-    Reason: the model asserts that its intermediate size is a multiple of the number of ranks, of
-    all engines
-    together; the layout has checked those of one."""
+    Target: torch.distributed in vllm.model_executor.models.gpt_oss. Reason: the model asserts that
+    its intermediate size is a multiple of the number of ranks, of all engines together; the layout
+    has checked those of one."""
     if family != "gpt_oss":
         return contextlib.nullcontext()
     from vllm.model_executor.models import gpt_oss

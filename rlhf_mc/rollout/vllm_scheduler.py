@@ -1,7 +1,6 @@
 """The scheduler of the rollout engine: vLLM's, without the calls that change nothing while a
-request
-decodes. Schedules, states and tokens equal vLLM's in every step. vLLM's own code begins, preempts,
-resumes and ends requests, and allocates, caches and frees their blocks.
+request decodes. Schedules, states and tokens equal vLLM's in every step. vLLM's own code begins,
+preempts, resumes and ends requests, and allocates, caches and frees their blocks.
 """
 
 from __future__ import annotations
@@ -196,8 +195,7 @@ class DecodeScheduler(AsyncScheduler):
 
     def _append(self, request: Request, token: int) -> bool:
         """Append the token and return True, or return False if vLLM's code has to: the token may
-        end
-        the response, or a block is full."""
+        end the response, or a block is full."""
         known = request._all_token_ids
         num_known = len(known) + 1
         params = request.sampling_params

@@ -142,8 +142,7 @@ class SharedQueue:
     ) -> None:
         """Queue requests 0 to num_requests - 1. expected_lens: the expected length of each
         response; the longest begin first, so that the last ones to end are short. affinity: the
-        only engine that may have a request, by its
-        number."""
+        only engine that may have a request, by its number."""
         order: Sequence[int] = range(num_requests)
         if expected_lens is not None:
             # stable: equal ones keep their order

@@ -39,10 +39,11 @@ def scorable(
     conversations: Collection[ConversationTokenizer] = (),
     teachers: Collection[str | None] = (),
 ) -> Prompts:
-    """Return the prompts that can be scored, rendered for the reward models, and that have a
-    teacher where there are teachers: their keys. With on_bad_row
-    "error" raise UserError, with file and row, for the first that cannot; with "skip" leave them
-    out, with a warning. Each rank checks a part: every rank must call it."""
+    """Return the prompts that can be scored: by the rewards, by the chat template of each reward
+    model in `conversations`, and by a teacher. teachers: the data sources that have one; None among
+    them: all do. With on_bad_row "error" raise UserError, with file and row, for the first prompt
+    that cannot; with "skip" leave them out, with a warning. Each rank checks a part: every rank
+    must call it."""
 
     def check(some: list[Prompt]) -> None:
         rewards.check(some, training)

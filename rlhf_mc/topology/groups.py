@@ -150,7 +150,7 @@ def pool_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 def exchange_group() -> dist.ProcessGroup:
     """Return a group of gloo of all ranks, in which pools wait for each other without a time limit,
-    as in await_all_ranks. A collective that an error leaves behind in it is in the way of no other.
+    as in await_all_ranks. A collective that an error leaves unfinished there blocks no other group.
     Every rank must call it."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
 

@@ -45,6 +45,6 @@ def test_ranks_of_one_engine_must_have_the_same_tokens(
     for ok, value in outcomes:
         assert not ok and value[0] == "UserError"
         assert value[1].startswith(
-            "rollout: ranks 0 and 2 of one vLLM engine drew different tokens; they must run the"
+            "rollout: ranks 0 and 2 of one engine drew different tokens; they must run the same"
         )
         assert "\n" not in value[1]
