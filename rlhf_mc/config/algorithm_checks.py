@@ -56,15 +56,12 @@ def _estimator(cfg: Config) -> Iterator[str]:
         )
     if name.endswith("_turn") and not cfg.rollout.environment.is_set:
         yield f"{key}, of the turns of conversations; that needs rollout.environment"
-    if name == "maxrl" and cfg.algorithm.use_kl_in_reward:
+    if (name == "maxrl" or inputs.parts) and cfg.algorithm.use_kl_in_reward:
+        parts = "which reads the parts of the score alone"
+        reads = parts if inputs.parts else "whose rewards must be 0 or more"
         yield (
-            f"{key}, whose rewards must be 0 or more, and algorithm.use_kl_in_reward is true; set "
-            "it to false, and actor.use_kl_loss to true"
-        )
-    if inputs.parts and cfg.algorithm.use_kl_in_reward:
-        yield (
-            f"{key}, which reads the parts of the score alone, and algorithm.use_kl_in_reward is "
-            "true; set it to false, and actor.use_kl_loss to true"
+            f"{key}, {reads}, and algorithm.use_kl_in_reward is true; set it to false, and "
+            "actor.use_kl_loss to true"
         )
     if inputs.critic:
         return

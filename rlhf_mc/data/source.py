@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from rlhf_mc import json_files
 from rlhf_mc.config.errors import NodeError, UserError, error_reason
+from rlhf_mc.config.masking import one_line
 from rlhf_mc.config.schema import Config, DataConfig, reward_models
 
 REFERENCE = "reward_model"
@@ -114,7 +115,7 @@ def _column_values(table: pa.Table, number: int) -> list[Any]:
         values: list[Any] = table.column(number).to_pylist()
     except (pa.ArrowException, ValueError, ArithmeticError, LookupError, TypeError) as error:
         column = table.schema.field(number)
-        reason = " ".join(str(error).split())
+        reason = one_line(str(error))
         raise ColumnError(
             f"column {column.name!r} of type {column.type} cannot be read ({reason})", number
         ) from error
@@ -139,7 +140,7 @@ def _parquet_file(path: str, required: Sequence[str]) -> Iterator[pq.ParquetFile
                     raise NodeError(f"{names.count(name)} columns {name!r}; one is expected")
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(str(error), 300)
         raise NodeError(f"not a readable parquet file ({reason})") from error
 
 
@@ -202,7 +203,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     try:
         row = json_files.parse(line)
     except ValueError as error:
-        raise UserError(f"not valid JSON ({' '.join(str(error).split())})") from error
+        raise UserError(f"not valid JSON ({one_line(str(error))})") from error
     if not isinstance(row, dict):
         raise UserError(f"expected an object, found {repr(row)[:60]}")
     return row

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc import json_files
 from rlhf_mc.config.environment_schema import SINGLE_TURN_AGENT, TOOL_AGENT
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.masking import one_line
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.source import AGENT, EXTRA, REFERENCE, UNREAD, is_filled, needed_columns
 from rlhf_mc.data.tokenizer import ChatText, ChatTokenizer
@@ -130,7 +131,7 @@ class RowTokenizer:
         try:
             return self._chats.tokens(chat, add_special_tokens)
         except Exception as error:  # as in load_tokenizer
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(str(error), 300)
             raise UserError(
                 f"{where}: the prompt cannot be tokenised ({type(error).__name__}: {reason})"
             ) from error

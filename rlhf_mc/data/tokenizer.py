@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_mc import json_files
 from rlhf_mc.config.errors import NodeError, UserError, error_reason
+from rlhf_mc.config.masking import one_line
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Names of tokenizer files. A directory with one of them has a tokenizer."""
@@ -58,7 +59,7 @@ def load_tokenizer(
             path, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the tokenizers library has no narrower type for a corrupt file
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(str(error), 300)
         raise UserError(
             f"{key} {path}: cannot be loaded ({type(error).__name__}: {reason})"
         ) from error
@@ -196,7 +197,7 @@ class ChatTokenizer:
                 f"{where}: {template} has not ended after {LIMIT_SECONDS:g} s of processor time"
             ) from None
         except Exception as error:  # a template is arbitrary code
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            reason = one_line(str(error), 200) or type(error).__name__
             raise UserError(f"{where}: {template} refuses the prompt ({reason})") from error
         if not isinstance(text, str):
             raise UserError(f"{where}: {template} gives {type(text).__name__}, not a text")

@@ -269,7 +269,7 @@ def _load_functions(path: str) -> list[tuple[Any, Schema]]:
             raise UserError(
                 f"{setting} {path}: {name} needs type hints, and a docstring with a line for each "
                 "argument under Args:; if it is no tool its name must begin with _ "
-                f"({' '.join(str(error).split())[:300]})"
+                f"({one_line(str(error), 300)})"
             ) from error
         schema = _dumped(given, f"{setting} {path}: {name}")
         schema["function"]["name"] = name

@@ -153,10 +153,9 @@ class _Copies:
             fuses = (
                 target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
             )
-            for blocks, block in zip(
-                self._fused if fuses else self._single, (target, source), strict=True
-            ):
-                blocks.append(block.view(-1) if fuses else block)
+            copied_to, copied_from = self._fused if fuses else self._single
+            copied_to.append(target.view(-1) if fuses else target)
+            copied_from.append(source.view(-1) if fuses else source)
             self.num_bytes += source.nbytes
 
     def run(self) -> None:

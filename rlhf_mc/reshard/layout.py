@@ -208,16 +208,14 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     tied)."""
     sizes = shape.dims()
     shapes: dict[str, tuple[int, ...]] = {}
-    params = model_params(shape)
-    occurrences = _occurrences(shape, params, range(shape.num_layers))
     # All parameters of one expert precede the next expert's, as in the models' own order.
     for (layer, stage), group in itertools.groupby(
-        occurrences, lambda pair: (pair[1], params[pair[0]].stage)
+        _model_params(shape), lambda pair: (pair[1], pair[0].stage)
     ):
-        indices = [index for index, _ in group]
+        params = [param for param, _ in group]
         for expert in range(shape.num_experts if stage == "expert" else 1):
-            for index in indices:
-                for name, dims in params[index].hf.items():
+            for param in params:
+                for name, dims in param.hf.items():
                     shapes[name.format(i=layer, e=expert)] = tuple(sizes[d] for d in dims)
     return shapes
 
@@ -226,13 +224,11 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def correction_biases(shape: ModelShape) -> frozenset[str]:
     """Return the correction biases of the routers: without a gradient, float32 whatever the model's
     type."""
-    params = model_params(shape)
-    occurrences = _occurrences(shape, params, range(shape.num_layers))
     return frozenset(
         name.format(i=layer)
-        for index, layer in occurrences
-        if params[index].is_correction_bias
-        for name in params[index].hf
+        for param, layer in _model_params(shape)
+        if param.is_correction_bias
+        for name in param.hf
     )
 
 
@@ -243,9 +239,7 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
     wanted = None if names is None else frozenset(names)
     shapes: dict[str, tuple[int, ...]] = {}
     shards: list[Shard] = []
-    params = model_params(shape)
-    for index, layer in _occurrences(shape, params, range(shape.num_layers)):
-        param = params[index]
+    for param, layer in _model_params(shape):
         for pattern, dims in param.hf.items():
             name = name_in_layer(pattern, layer)
             size = tuple(sizes[d] for d in dims)
@@ -339,9 +333,8 @@ Obstacle = tuple[str, str]
 @functools.cache
 def tensor_with(dim: str, shape: ModelShape) -> str:
     """Return the first logical tensor, of the first expert, that has this dimension."""
-    params = model_params(shape)
-    for index, layer in _occurrences(shape, params, range(shape.num_layers)):
-        for name, dims in params[index].hf.items():
+    for param, layer in _model_params(shape):
+        for name, dims in param.hf.items():
             if dim in dims:
                 return name.format(i=layer, e=0)
     raise AssertionError(dim)
@@ -438,6 +431,14 @@ def _occurrences(
     stages += [("last", None, layers.start), ("last_if_not_first", None, layers.start)]
     for stage, kind, layer in stages:
         yield from ((index, layer) for index in by_stage.get((stage, kind), ()))
+
+
+def _model_params(shape: ModelShape) -> Iterator[tuple[Param, int]]:
+    """Yield the parameters of all layers, in the model's order, each with the number of its
+    layer."""
+    params = model_params(shape)
+    for index, layer in _occurrences(shape, params, range(shape.num_layers)):
+        yield params[index], layer
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,7 +53,10 @@ class SharedMemory:
         self.ranks = frozenset(on_node if all(all_opened[rank] for rank in on_node) else ())
         """Ranks of the node, this one included; empty where the system refuses the memory to any of
         them."""
-        self._barrier_group = self._build_barrier_group(namespaces, group)
+        nodes: dict[str, list[int]] = defaultdict(list)
+        for rank, namespace in enumerate(namespaces):
+            nodes[namespace].append(dist.get_global_rank(group, rank))
+        self._node_group, _ = dist.new_subgroups_by_enumeration([*nodes.values()])
 
     def _allocate(self, size: int) -> int | None:
         """Map a new anonymous file, and return its descriptor; None if the system refuses."""
@@ -79,17 +83,6 @@ class SharedMemory:
             return False
         return True
 
-    def _build_barrier_group(
-        self, namespaces: list[str], group: dist.ProcessGroup
-    ) -> dist.ProcessGroup:
-        """Return the group of this rank's node. Every rank must build the groups of all nodes."""
-        nodes: dict[str, list[int]] = {namespace: [] for namespace in sorted(set(namespaces))}
-        for rank, namespace in enumerate(namespaces):
-            nodes[namespace].append(dist.get_global_rank(group, rank))
-        return {namespace: dist.new_group(ranks) for namespace, ranks in nodes.items()}[
-            namespaces[self._rank]
-        ]
-
     def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
         """Return the mapped outbox, and an inbox for the messages of other nodes. Those of the node
         are read where their senders packed them."""
@@ -112,7 +105,7 @@ class SharedMemory:
         )
         for rank, message in outgoing.items():
             header[rank] = int(message.storage_offset())
-        dist.barrier(self._barrier_group)
+        dist.barrier(self._node_group)
         return incoming | {
             sender: self._message(sender, numel, buffers.outbox.dtype)
             for sender, numel in sizes.items()
@@ -127,7 +120,7 @@ class SharedMemory:
 
     def release(self) -> None:
         """Wait until every rank of the node has read its messages."""
-        dist.barrier(self._barrier_group)
+        dist.barrier(self._node_group)
 
 
 def host_transport(outbox_bytes: int, group: dist.ProcessGroup) -> Transport:

@@ -60,10 +60,6 @@ class RankPlan:
         )
 
     @property
-    def shared_bytes(self) -> int:
-        return self.itemsize * sum(a.numel for a in self.aliases)
-
-    @property
     def copied_bytes(self) -> int:
         return self.itemsize * sum(t.numel for t in self.copies)
 

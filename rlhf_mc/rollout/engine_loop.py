@@ -18,7 +18,6 @@ from rlhf_mc.rollout.work_sharing import Clock, SharedQueue, period_length
 from rlhf_mc.runtime.work import count, working
 from rlhf_mc.topology.consensus import gather_objects, gather_vectors
 
-NO_ARRIVALS = Arrivals()
 _OVERHEAD_BYTES = {True: 1 << 32, False: 1 << 24}
 """Bytes that a device (a GPU or not) reads in the time that a step takes whatever the model is,
 some 1.5 ms."""
@@ -138,7 +137,7 @@ class _Call:
         tokens."""
         engine = self.engine
         is_idle = not engine.num_unfinished and not self.share
-        arrivals = NO_ARRIVALS if self.turns is None else self.turns.receive(is_idle)
+        arrivals = Arrivals() if self.turns is None else self.turns.receive(is_idle)
         num_added = self.begin(arrivals.requests)
         stopped: dict[int, Generation] = {}
         num_sampled = 0

@@ -14,6 +14,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.tool_parsers.abstract_tool_parser import ToolParserManager
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.masking import one_line
 
 Call = tuple[str, str, str]
 """Tool name, arguments as JSON, and call id in the chat template."""
@@ -59,7 +60,7 @@ class ToolCallParser:
             self._parser = ToolParserManager.get_tool_parser(name)(tokenizer, self._request.tools)
         except Exception as error:  # a tokenizer without the format's tokens
             raise UserError(
-                f"rollout.environment.format {name}: {' '.join(str(error).split())[:300]}"
+                f"rollout.environment.format {name}: {one_line(str(error), 300)}"
             ) from error
         starts = [getattr(self._parser, attribute, "") for attribute in _STARTS]
         self._starts = [start for start in starts if start.startswith("<")] or _OTHER_STARTS
