@@ -98,9 +98,9 @@ class CheckedRows:
 
     rows: dict[int, Row] = field(default_factory=dict)
     changed: list[int] = field(default_factory=list)
-    """Those whose checksum is wrong."""
+    """Lines whose checksum is wrong."""
     incomplete: list[int] = field(default_factory=list)
-    """Those that do not end as a row: a killed process may leave one."""
+    """Lines that do not end as a row: a killed process may leave one."""
 
 
 def checked_rows(path: Path) -> CheckedRows:

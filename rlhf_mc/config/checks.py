@@ -253,20 +253,16 @@ def _token_budgets(cfg: Config) -> Iterator[str]:
     prompt = cfg.data.max_prompt_length
     response = cfg.data.max_response_length
     longest = prompt + response
-    absent = [f"{role}." for role in absent_roles(cfg)] + ["ref."] * (not has_ref_pass(cfg))
+    exempt = {*absent_roles(cfg), *([] if has_ref_pass(cfg) else ["ref"])}
     # A reward model with a tokenizer of its own truncates what it reads.
-    absent += [
-        f"{role}."
-        for role, section in reward_models(cfg).items()
-        if section.tokenizer_path is not None
-    ]
+    exempt |= {role for role, section in reward_models(cfg).items() if section.tokenizer_path}
     passes = (*PASSES.values(), "teacher_model.log_prob")
     models = {"rollout": "actor", **shared_models(cfg)}
     for key in (f"{name}_max_token_len_per_gpu" for name in expand_named_models(cfg, passes)):
         budget = get_setting(cfg, key)
         role = key.rpartition(".")[0]
         cp = layouts(cfg)[models.get(role, role)].context_parallel_size
-        if budget < tokens_on_rank(longest, cp) and not key.startswith(tuple(absent)):
+        if budget < tokens_on_rank(longest, cp) and role not in exempt:
             share = (
                 f", of which each of {cp} ranks has {tokens_on_rank(longest, cp)}" if cp > 1 else ""
             )

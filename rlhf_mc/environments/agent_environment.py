@@ -59,11 +59,11 @@ class AgentEnvironment:
         self._asked: asyncio.Future[StepResult]
         """The next request."""
         self._request: ChatRequest | None = None
-        """The last one."""
+        """The last request."""
         self._digests: list[int] = []
-        """Digests of its messages."""
+        """Digests of the last request's messages."""
         self._turn: asyncio.Future[dict[str, Any] | None]
-        """The body of its answer; None: the conversation has ended."""
+        """The body of the answer to the last request; None: the conversation has ended."""
         self._one_at_a_time = asyncio.Lock()
         self._num_parallel = 0
         """Requests that wait for a turn."""

@@ -35,7 +35,7 @@ class Coverage:
     num_tensors: int
     """Tensors of the Hugging Face checkpoint that the engine has."""
     num_elements: int
-    """Their elements."""
+    """Elements of these tensors."""
     num_held: int
     """Elements that all ranks hold together."""
 

@@ -447,13 +447,13 @@ class LocalParam:
 
     param: Param
     local: str
-    """Its name, as in Param."""
+    """Local name, as in Param."""
     size: tuple[int, ...]
-    """Its local shape."""
+    """Local shape."""
     shards: tuple[Shard, ...]
     """Shards of the parameter, with names as in Param."""
     is_float32: bool
-    """It is float32 whatever the type of the model."""
+    """The parameter is float32 whatever the type of the model."""
     half: int | None = None
     """The first row of a Half."""
 

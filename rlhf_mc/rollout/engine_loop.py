@@ -123,7 +123,7 @@ class _Call:
     turns: Turns | None
     pool: dist.ProcessGroup | None
     responses: dict[int, Generation] = field(default_factory=dict)
-    """Those that have ended, by number."""
+    """Responses that have ended, by number."""
     share: list[int] = field(default_factory=list)
     """Requests of this engine's share that it has not begun."""
     promised: int = 0

@@ -64,7 +64,7 @@ class SGLang:
     title = "SGLang"
     layout = staticmethod(vllm_layout)
     families = ("llama", "qwen2", "qwen3", "mistral")
-    """Those whose models tests compare with vLLM's."""
+    """Families whose models tests compare with vLLM's."""
 
     def check_layout(self, shape: ModelShape, tp_size: int) -> None:
         """Raise UserError if SGLang does not generate with the family, or cannot shard the model

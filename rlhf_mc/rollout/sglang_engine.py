@@ -58,9 +58,9 @@ class DrawnTokens(Sampler):
         self.sampling = sampling
         self.draws = Draws(sampling)
         self.rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        """Of each row of the next batch: the request, and the token's place in its sequence."""
+        """Request number and place in the sequence of each row's next token, two vectors [rows]."""
         self.log_probs = torch.zeros(0)
-        """Of the tokens that were drawn last, [rows]."""
+        """Log-probs of the tokens that were drawn last, [rows]."""
         self.warpers = LogitsProcessorList()
         if sampling.top_k > 0:
             self.warpers.append(TopKLogitsWarper(sampling.top_k))

@@ -99,11 +99,11 @@ class VLLMEngine:
         self.groups = groups
         self.max_running = cfg.max_num_seqs
         self._sampling: Sampling | None = None
-        """Of the requests that have not ended."""
+        """Sampling parameters of the requests that have not ended."""
         self._draws: Draws | None = None
-        """Their random draws, on a CPU."""
+        """Random draws of these requests, on a CPU."""
         self._log_probs = LogProbs(0)
-        """Their log-probs."""
+        """Log-probs of these requests."""
         self._requests: dict[int, tuple[Request, VLLMRequest]] = {}
         """The requests that have not ended, by their numbers, with vLLM's objects."""
         self.awake = frozenset({WEIGHTS, KV_CACHE})
