@@ -11,7 +11,7 @@ import time
 import torch.distributed as dist
 
 from rlhf_mc import platform
-from rlhf_mc.config.errors import JoinError
+from rlhf_mc.config.errors import JoinError, first_line
 from rlhf_mc.patching import apply
 from rlhf_mc.topology.numa import bind_to_numa_node
 from rlhf_mc.topology.open_files import raise_limit
@@ -94,9 +94,8 @@ def _store(rank: int, world: int, seconds: float) -> dist.Store:
         )
     except RuntimeError as error:
         what = "cannot listen" if is_host else f"has not reached rank 0 within {seconds:g} s"
-        first = str(error).partition("\n")[0]
         raise JoinError(
-            f"{what} at {host}:{port} (MASTER_ADDR, MASTER_PORT): {first}", prints=True
+            f"{what} at {host}:{port} (MASTER_ADDR, MASTER_PORT): {first_line(error)}", prints=True
         ) from error
 
 
@@ -126,9 +125,9 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> N
             time.sleep(4 * _LONGEST_PAUSE)
         raise
     except RuntimeError as error:
-        first = str(error).partition("\n")[0]
         raise JoinError(
-            f"lost contact with rank 0 before all ranks had joined ({first})", prints=True
+            f"lost contact with rank 0 before all ranks had joined ({first_line(error)})",
+            prints=True,
         ) from error
 
 
