@@ -293,6 +293,8 @@ class ModelEngine:
                 self.strategy.step(self._optim.clip_grad / (result.grad_norm + 1e-6))
             if self.balance is not None:
                 self.balance.step()
+        else:
+            self.strategy.zero_grad()  # other phases need its memory
         return result
 
     def statistics(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:

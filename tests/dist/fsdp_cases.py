@@ -113,6 +113,10 @@ def outcome(case: Case, engine: ModelEngine, batch: RaggedBatch, steps: int) -> 
     stats = engine.backward(batch, micro_batches, loss)
     zeros = {name: torch.zeros(param.shape) for name, param in engine.named_parameters().items()}
     gradients = logical_tensors(engine, zeros | dict(engine.strategy.gradients()))
+    skipped = engine.train_step(batch, micro_batches, lambda *args: _spoilt(*loss(*args)))
+    assert skipped.skipped
+    kept = [name for name, grad in engine.strategy.gradients() if not (grad == 0).all()]
+    assert kept == [], "a skipped update keeps its gradient"
     norms = []
     for _ in range(steps):
         norms.append(engine.train_step(batch, micro_batches, loss).grad_norm)
@@ -122,6 +126,11 @@ def outcome(case: Case, engine: ModelEngine, batch: RaggedBatch, steps: int) -> 
         stats |= engine.balance.losses()
     weights = {name: param.float() for name, param in engine.params.items()}
     return Outcome(torch.stack(scores), stats, gradients, norms, logical_tensors(engine, weights))
+
+
+def _spoilt(value: torch.Tensor, stats: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """Return a loss that is not finite, with the statistics."""
+    return value * torch.nan, stats
 
 
 def all_outcomes(cases: Sequence[Case], batch: RaggedBatch) -> list[tuple[Outcome, Outcome]]:
