@@ -169,8 +169,11 @@ def training_checkpoint_to_hf(
         models = stored_models(path)
         if role not in models:
             raise UserError(f"--role {role}: {path} holds {', '.join(models)}")
+        lora = models[role]["shape"].get("lora")
         start = (
-            Path(hf_path) if hf_path is not None else _initial_checkpoint(role, stored_config(path))
+            Path(hf_path)
+            if hf_path is not None
+            else _initial_checkpoint(role, stored_config(path), lora is not None)
         )
         if not start.is_dir():
             raise UserError(
@@ -183,7 +186,6 @@ def training_checkpoint_to_hf(
         shape = replace(
             shape, tie_embeddings=models[role]["shape"].get("tie_embeddings", shape.tie_embeddings)
         )
-        lora = models[role]["shape"].get("lora")
         shape = replace(shape, lora=lora and Lora(**{**lora, "modules": tuple(lora["modules"])}))
         check_shape(path, role, models, shape)
         dtype_name: str = models[role]["dtype"]
@@ -234,11 +236,18 @@ def _stored_tensors(
     return tensors
 
 
-def _initial_checkpoint(role: str, config: dict[str, Any]) -> Path:
-    """Return the Hugging Face checkpoint with which a role of a run began, from the run's
-    settings."""
+def _initial_checkpoint(role: str, config: dict[str, Any], has_adapters: bool) -> Path:
+    """Return the Hugging Face checkpoint with which a role of a run began, from the run's settings.
+    Raise UserError if another one has the weights below its adapters."""
     path = config.get("critic", {}).get("model_path") if role == "critic" else None
-    return Path(path or config.get("model", {}).get("path", ""))
+    model = config.get("model", {})
+    mcore = model.get("dist_checkpointing_path")
+    if has_adapters and path is None and mcore is not None:
+        raise UserError(
+            f"the {role}'s weights without its adapters are in {mcore} "
+            "(model.dist_checkpointing_path): convert it, and give its directory as --hf-path"
+        )
+    return Path(path or model.get("path", ""))
 
 
 def _report(rank: int, source: str, output: str, shape: ModelShape) -> None:

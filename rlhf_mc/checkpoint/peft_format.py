@@ -39,8 +39,14 @@ _OTHER_METHODS = (
     "layers_to_transform",
     "trainable_token_indices",
     "target_parameters",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "kasa_config",
 )
 """Keys of adapter_config.json that change what an adapter computes, where they are set."""
+_OTHER_BASES = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights with which PEFT has changed the weights below the adapter too."""
 
 
 def adapter_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -108,7 +114,8 @@ def _check_config(key: str, directory: Path, lora: Lora) -> None:
         config = read_json_object(path)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{key}: {path} is not of a LoRA adapter: peft_type must be LORA")
-    for name in _OTHER_METHODS:
+    has_other_base = str(config.get("init_lora_weights")).lower().startswith(_OTHER_BASES)
+    for name in (*_OTHER_METHODS, *(["init_lora_weights"] if has_other_base else [])):
         if config.get(name):
             raise UserError(f"{key}: {path}: {name} is {config[name]}, which is not supported")
     section = key.rpartition(".")[0]

@@ -19,7 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_family_models import DENSE, EXPERTS, HYBRID, family_batch, workspaces
 from test_resume import SETTINGS, UninterruptedRuns, assembled, metrics
-from tiny import make_workspace, write_config
+from tiny import make_checkpoint, make_workspace, write_config
 from transformers import AutoModelForCausalLM
 
 from rlhf_mc.data.batch import RaggedBatch
@@ -251,6 +251,31 @@ def test_training_checkpoint_is_converted(runs: UninterruptedRuns, tmp_path: Pat
         assert torch.allclose(adapted(tokens).logits, merged(tokens).logits, rtol=0, atol=1e-5)
 
 
+def test_weights_below_adapters_are_those_that_the_run_has_read(
+    runs: UninterruptedRuns, tmp_path: Path
+) -> None:
+    """Convert a step of a run that has read them from a Megatron checkpoint, which are not those of
+    model.path."""
+    tools = Path(__file__).parents[2] / "tools"
+    other = make_checkpoint(tmp_path / "other", seed=7)
+    mcore = tmp_path / "mcore"
+    to_mcore = ["--hf-path", str(other), "--output", str(mcore)]
+    assert forked.run([str(tools / "convert_hf_to_mcore.py"), *to_mcore]).returncode == 0
+    settings = [f"model.dist_checkpointing_path={mcore}", "trainer.total_training_steps=1"]
+    runs.train("one rank", tmp_path / "run", [*settings, "trainer.save_freq=1"])
+    saved = str(tmp_path / "run" / "global_step_1")
+    to_hf = [str(tools / "convert_mcore_to_hf.py"), "--checkpoint", saved]
+    done = forked.run([*to_hf, "--output", str(tmp_path / "wrong")])
+    assert done.returncode == 2 and f"are in {mcore} (model.dist_check" in done.stderr, done.stderr
+    assert not (tmp_path / "wrong").exists()
+    done = forked.run([*to_hf, "--output", str(tmp_path / "right"), "--hf-path", str(other)])
+    assert (done.returncode, done.stderr) == (0, "")
+    exported = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    converted = load_file(tmp_path / "right" / "model.safetensors")
+    for name, tensor in exported.items():
+        assert torch.allclose(tensor, converted[name], rtol=0, atol=1e-7), name
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma"])
 def test_peft_computes_the_same(
     pool: Any,
@@ -325,6 +350,12 @@ def test_adapters_that_do_not_fit_are_refused(
             "alpha", config | {"lora_alpha": 1}, tensors
         ): "lora_alpha is 1, and actor.lora.alpha",
         written("dora", config | {"use_dora": True}, tensors): "use_dora is True, which is not",
+        written("base of another", config | {"init_lora_weights": "pissa_niter_4"}, tensors): (
+            "init_lora_weights is pissa_niter_4, which is not supported"
+        ),
+        written("activated", config | {"alora_invocation_tokens": [1, 2]}, tensors): (
+            "alora_invocation_tokens is [1, 2], which is not supported"
+        ),
         written("kind", config | {"peft_type": "IA3"}, tensors): "peft_type must be LORA",
         written("list", [], tensors): "adapter_config.json is not a JSON object",
         written("few", config, without): f"has no {second}, which actor.lora.target_modules",
