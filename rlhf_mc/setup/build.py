@@ -138,6 +138,7 @@ def build_run(cfg: Config) -> Run:
     weight_sync, rollout = _rollout(cfg, factory, actor, offload_schedule)
     if environments is not None:
         environments.connect(rollout.groups)
+    rollout_pool = pool_group([rank for ranks in rollout.groups for rank in ranks])
     set_timeout_of_all_groups(cfg.trainer.dist_timeout_seconds)
     return Run(
         config=cfg,
@@ -156,7 +157,7 @@ def build_run(cfg: Config) -> Run:
         reward_models=_reward_models(cfg, models, budgets, conversations),
         teachers=_teachers(cfg, models, reference, budgets),
         rollout=rollout,
-        rollout_pool=pool_group([rank for ranks in rollout.groups for rank in ranks]),
+        rollout_pool=rollout_pool,
         exchange=exchange_group() if has_rollout_pool(cfg) else None,
         environments=environments,
         group_pool=GroupPool(),

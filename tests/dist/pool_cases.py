@@ -87,6 +87,17 @@ def train_while_generating(config_path: str, overrides: list[str]) -> dict[str, 
         return train(config_path, overrides)
 
 
+def timeouts(config_path: str, overrides: list[str]) -> list[float]:
+    """Return the seconds after which a collective of this rank's engines fails, and of all ranks;
+    of a rank without an engine the latter alone."""
+    with built_run(config_path, overrides) as run:
+        return [
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in (run.rollout_pool, dist.group.WORLD)
+            if isinstance(group, dist.ProcessGroup)
+        ]
+
+
 def values(field: torch.Tensor | None) -> list[Any] | None:
     """Return the values of a field of a batch; None where it has none."""
     return None if field is None else field.tolist()

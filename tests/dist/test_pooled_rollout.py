@@ -580,6 +580,13 @@ def test_pools_work_at_the_same_time(
     ]
 
 
+def test_engines_of_a_pool_wait_as_long_as_all_ranks(pool: Any, config: Path) -> None:
+    settings = ["resource_pools.train=1", "resource_pools.rollout=1"]
+    settings.append("trainer.dist_timeout_seconds=77")
+    found = pool(2).run(pool_cases.timeouts, config_path=str(config), overrides=settings)
+    assert found == [[77.0], [77.0, 77.0]]
+
+
 def test_pools_of_ranks_train_on_the_same_tokens(train: Any, partial: list[dict[str, Any]]) -> None:
     """Compare a run with partial rollouts and training ranks of their own with a colocated one:
     tokens, scores and weights to the last bit, and only ranks with an engine score."""
