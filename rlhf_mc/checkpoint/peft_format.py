@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -177,7 +178,10 @@ def export_adapters(
 
 
 def _config(lora: Lora, base_path: str) -> dict[str, Any]:
-    modules = "|".join(module.replace(".", r"\.").replace("{e}", r"\d+") for module in lora.modules)
+    # transformers has the experts of a layer in one module, whose name may be another, without
+    # numbers: PEFT looks there for those that match.
+    names = [re.sub(r".*experts\.\{e\}\.", r"experts.(\\d+.)?", name) for name in lora.modules]
+    modules = "|".join(dict.fromkeys(names)).replace(".", r"\.")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -314,6 +314,32 @@ def test_peft_computes_the_same(
         assert error < 2e-4, name
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_peft_has_the_adapters_of_experts(
+    pool: Any,
+    workspaces: dict[str, Path],
+    family_batch: RaggedBatch,
+    tmp_path: Path,
+    family: str,
+) -> None:
+    """Load the written adapter with PEFT, which finds the experts in one module of transformers'
+    model."""
+    checkpoint = str(workspaces[family] / "model")
+    (result,) = pool(1).run(
+        lora_cases.train_adapters,
+        checkpoint=checkpoint,
+        role="actor",
+        lora={"rank": RANK, "alpha": ALPHA},
+        batch=family_batch,
+        directory=str(tmp_path),
+        layout={},
+    )
+    reference = Reference(checkpoint)
+    PeftModel.from_pretrained(reference.model, tmp_path / "adapter")
+    with torch.no_grad():
+        assert (reference.log_probs(family_batch)[0] - result["scores"]).abs().max() < 2e-5
+
+
 def test_adapters_that_do_not_fit_are_refused(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, tmp_path: Path
 ) -> None:
