@@ -72,9 +72,10 @@ def kv_cache_share(
     ranks = platform.ranks_per_gpu()
     if ranks == 1:
         return None
-    weights = (
-        sum(math.prod(shape) for name, shape in layout.shapes.items() if name not in storage)
-        * dtype.itemsize
+    weights = sum(
+        math.prod(shape) * layout.itemsize(name, dtype.itemsize)
+        for name, shape in layout.shapes.items()
+        if name not in storage
     )
     share = cfg.gpu_memory_utilization * platform.device_memory() / ranks
     if share <= weights:

@@ -19,6 +19,7 @@ from rlhf_mc import platform
 from rlhf_mc.config.errors import NodeError, UserError
 from rlhf_mc.config.schema import ResourcePoolsConfig, RolloutConfig
 from rlhf_mc.planner.start import Capacity
+from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.rollout import vllm_limits
 from rlhf_mc.setup import build
 from rlhf_mc.topology import shared_gpu
@@ -132,13 +133,14 @@ def test_the_planner_divides_a_gpu(shared: pytest.MonkeyPatch) -> None:
 
 
 def test_the_kv_cache_is_of_a_ranks_share(shared: pytest.MonkeyPatch) -> None:
-    layout: Any = SimpleNamespace(shapes={"a": (1000, 500), "b": (500,)})
+    shapes = {"a": (1000, 500), "b": (500,), "router": (10, 1000)}
+    layout = Layout(shapes, (), float32=frozenset({"router"}))
     storage = {"b": torch.zeros(1)}
     cfg = RolloutConfig(gpu_memory_utilization=0.5)
     shared.setattr(platform, "device_memory", lambda: 8_000_000)
     assert (
         vllm_limits.kv_cache_share(cfg, layout, torch.bfloat16, storage)
-        == (2_000_000 - 1_000_000) // 2
+        == (2_000_000 - 1_000_000 - 40_000) // 2
     )
     with pytest.raises(
         UserError,
