@@ -405,4 +405,5 @@ def test_every_number_has_a_range(config_file: Path, key: str) -> None:
         with pytest.raises(UserError):
             list_or_number = f"[{value}, {value}]" if key.endswith("betas") else value
             validated(config_file, f"{key}={list_or_number}")
-    assert bounds.violated_bound(bounds.high if not bounds.open else bounds.high / 2) is None
+    inside = (bounds.low + bounds.high) / 2 if bounds.open else bounds.high
+    assert bounds.violated_bound(inside) is None
