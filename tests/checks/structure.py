@@ -23,7 +23,7 @@ MAX_FUNCTION_LINES = 80
 """Lines of code: without blank lines, comments and docstrings."""
 MAX_FOLDER_FILES = 22
 """Python files in a folder of the package, without those in its subfolders."""
-MAX_PACKAGE_LINES = 39_000
+MAX_PACKAGE_LINES = 38_500
 """Lines of code in the package. A feature raises this limit and the next by what it was granted."""
 MAX_SETTINGS = 284
 """Rows of SETTINGS: a key that several roles have is one."""
