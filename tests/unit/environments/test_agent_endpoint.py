@@ -294,8 +294,8 @@ def test_only_arguments_are_compared_as_numbers() -> None:
 def test_a_run_has_many_numbers_of_an_agent_at_most(agent: Any) -> None:
     body = """
 await turn()
-for i in range(300):
-    async with httpx.AsyncClient() as http:
+async with httpx.AsyncClient() as http:
+    for i in range(300):
         (await http.post(
             client_settings["base_url"] + "/score", json={"score": 1.0, f"n{i}": 1},
             headers={"x-api-key": client_settings["api_key"]},
