@@ -4,6 +4,7 @@ adapter_config.json and adapter_model.safetensors."""
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -25,6 +26,8 @@ from rlhf_mc.checkpoint.hf_export import gather_tensors
 from rlhf_mc.config.errors import UserError, error_prefix, first_line
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -173,6 +176,12 @@ def export_adapters(
         stored = {_PREFIX + file_name(shape.family, name): x for name, x in tensors.items()}
         save_file(stored, directory / WEIGHTS, metadata={"format": "pt"})
         (directory / CONFIG).write_text(json.dumps(_config(shape.lora, base_path), indent=2) + "\n")
+        if any("{e}" in module for module in shape.lora.modules):
+            logger.warning(
+                "%s: PEFT finds the adapters of experts of qwen3_moe without dense layers and of "
+                "mixtral alone; the merged model has all of them",
+                directory,
+            )
 
     on_rank_0(write, f"{directory}: cannot be written")
 

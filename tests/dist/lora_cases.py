@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from model_cases import (
     score_tokens,
 )
 
+from rlhf_mc.checkpoint import peft_format
 from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.checkpoint.peft_format import (
     adapter_tensors,
@@ -72,7 +74,12 @@ def train_adapters(
             dtype = str(engine.dtype)
             export_hf(engine.rollout_params, base, shape.base, directory, dtype, checkpoint)
         adapter = Path(directory) / "adapter"
+        warnings: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+        peft_format.logger.addHandler(handler)
         export_adapters(engine.params, layouts, shape, adapter, engine.dtype, checkpoint)
+        peft_format.logger.removeHandler(handler)
         before = logical_tensors(engine, engine.params)
         for name, param in engine.params.items():
             if ".lora_" in name:
@@ -105,6 +112,7 @@ def train_adapters(
             "reread": reread,
             "after": logical_tensors(engine, engine.params),
             "adapters": list(adapter_tensors(shape)),
+            "warnings": warnings,
         }
 
 

@@ -296,6 +296,7 @@ def test_peft_computes_the_same(
         layout={},
     )
     reference = Reference(checkpoint)
+    assert not result["warnings"]
     adapter = PeftModel.from_pretrained(reference.model, tmp_path / "adapter", is_trainable=True)
     assert adapter.peft_config["default"].base_model_name_or_path == checkpoint
     with torch.no_grad():
@@ -334,6 +335,7 @@ def test_peft_has_the_adapters_of_experts(
         directory=str(tmp_path),
         layout={},
     )
+    assert "PEFT finds the adapters of experts of qwen3_moe" in result["warnings"][0]
     reference = Reference(checkpoint)
     PeftModel.from_pretrained(reference.model, tmp_path / "adapter")
     with torch.no_grad():
