@@ -364,15 +364,18 @@ _ALONE = {
 
 
 def _halving(cfg: Config) -> Iterator[str]:
-    needs = "health.out_of_memory is halve_tokens; that needs"
+    key = "health.out_of_memory"
     for role in ("actor", "critic") if uses_critic(cfg) else ("actor",):
         if get_setting(cfg, f"{role}.strategy") != "megatron":
-            yield f"{needs} {role}.strategy: megatron, since ranks gather weights in an update"
-        for key, wanted in _ALONE.items():
-            if (value := getattr(layouts(cfg)[role], key)) != wanted:
-                yield (
-                    f"{needs} {role}.megatron.{key}: {yaml_text(wanted)} (now {yaml_text(value)}), "
-                    "since no rank may wait for another within an update"
+            strategy = f"{role}.strategy: megatron, since ranks gather weights in an update"
+            yield needs(cfg, key, strategy)
+        for name, wanted in _ALONE.items():
+            if (value := getattr(layouts(cfg)[role], name)) != wanted:
+                yield needs(
+                    cfg,
+                    key,
+                    f"{role}.megatron.{name}: {yaml_text(wanted)} (now {yaml_text(value)}), since "
+                    "no rank may wait for another within an update",
                 )
 
 

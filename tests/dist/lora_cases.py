@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from logged import messages_of
 from model_cases import (
     TEMPERATURE,
     Role,
@@ -74,12 +74,8 @@ def train_adapters(
             dtype = str(engine.dtype)
             export_hf(engine.rollout_params, base, shape.base, directory, dtype, checkpoint)
         adapter = Path(directory) / "adapter"
-        warnings: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-        peft_format.logger.addHandler(handler)
-        export_adapters(engine.params, layouts, shape, adapter, engine.dtype, checkpoint)
-        peft_format.logger.removeHandler(handler)
+        with messages_of(peft_format.logger) as warnings:
+            export_adapters(engine.params, layouts, shape, adapter, engine.dtype, checkpoint)
         before = logical_tensors(engine, engine.params)
         for name, param in engine.params.items():
             if ".lora_" in name:

@@ -4,7 +4,6 @@ and steps with chunked prefill. Each is called on every rank with the same argum
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import vllm
 from cases import built_run
 from families import changed
 from gpu_parts.engines import TEMPERATURE
+from logged import messages_of
 from safetensors.torch import load_file
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -174,10 +174,10 @@ def build_with(checkpoint: str, rollout_tp: int, **changes: Any) -> None:
 def steps_with_wrong_vllm_weights(config_path: str, from_step: int) -> list[str]:
     """Run two PPO steps. Triple vLLM's last norm in each step from `from_step` on. Return the
     warnings."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    with built_run(config_path, ["reshard.share_weights=false"]) as run:
+    with (
+        built_run(config_path, ["reshard.share_weights=false"]) as run,
+        messages_of(logprob_check.logger) as warnings,
+    ):
         weights_updated = run.rollout.weights_updated
 
         def change_norm_then_update() -> None:
@@ -185,15 +185,11 @@ def steps_with_wrong_vllm_weights(config_path: str, from_step: int) -> list[str]
             weights_updated()
 
         run.rollout.weights_updated = change_norm_then_update  # type: ignore[method-assign]
-        logprob_check.logger.addHandler(handler)
-        try:
-            for step in (1, 2):
-                state = step_state.begin_step(
-                    step, RankStatus(), (step - 1) * run.config.data.train_batch_size
-                )
-                loop.one_step(run, state, StopRequests(run.config.trainer))
-        finally:
-            logprob_check.logger.removeHandler(handler)
+        for step in (1, 2):
+            state = step_state.begin_step(
+                step, RankStatus(), (step - 1) * run.config.data.train_batch_size
+            )
+            loop.one_step(run, state, StopRequests(run.config.trainer))
     return warnings
 
 

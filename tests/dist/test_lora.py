@@ -32,6 +32,29 @@ RANK = 3
 ALPHA = 12.0
 
 
+def trained(
+    workers: Any,
+    checkpoint: str,
+    batch: RaggedBatch,
+    directory: Path,
+    layout: dict[str, int] | None = None,
+    lora: dict[str, Any] | None = None,
+    **megatron: Any,
+) -> list[dict[str, Any]]:
+    """Train the actor's adapters for a step, and write them. Return every rank's result."""
+    results: list[dict[str, Any]] = workers.run(
+        lora_cases.train_adapters,
+        checkpoint=checkpoint,
+        role="actor",
+        lora={"rank": RANK, "alpha": ALPHA, **(lora or {})},
+        batch=batch,
+        directory=str(directory),
+        layout=layout or {},
+        **megatron,
+    )
+    return results
+
+
 def check(
     workers: Any,
     workspace: Path,
@@ -44,16 +67,7 @@ def check(
     """Compare every rank's log-probs with transformers' of the exported model, and its gradients
     with A's = s B^T dW and B's = s dW A^T of transformers' gradients dW."""
     checkpoint = str(workspace / "model")
-    results = workers.run(
-        lora_cases.train_adapters,
-        checkpoint=checkpoint,
-        role="actor",
-        lora={"rank": RANK, "alpha": ALPHA, **(lora or {})},
-        batch=batch,
-        directory=str(directory),
-        layout=layout,
-        **megatron,
-    )
+    results = trained(workers, checkpoint, batch, directory, layout, lora, **megatron)
     merged = Reference(str(directory))
     start = Reference(checkpoint)
     with torch.no_grad():
@@ -286,15 +300,8 @@ def test_peft_computes_the_same(
 ) -> None:
     """Load the written adapter with PEFT: log-probs, and the gradients of A and B."""
     checkpoint = str(workspaces[family] / "model")
-    (result,) = pool(1).run(
-        lora_cases.train_adapters,
-        checkpoint=checkpoint,
-        role="actor",
-        lora={"rank": RANK, "alpha": ALPHA, "exclude_modules": ["k_proj"]},
-        batch=family_batch,
-        directory=str(tmp_path),
-        layout={},
-    )
+    lora = {"exclude_modules": ["k_proj"]}
+    (result,) = trained(pool(1), checkpoint, family_batch, tmp_path, lora=lora)
     reference = Reference(checkpoint)
     assert not result["warnings"]
     adapter = PeftModel.from_pretrained(reference.model, tmp_path / "adapter", is_trainable=True)
@@ -326,15 +333,7 @@ def test_peft_has_the_adapters_of_experts(
     """Load the written adapter with PEFT, which finds the experts in one module of transformers'
     model."""
     checkpoint = str(workspaces[family] / "model")
-    (result,) = pool(1).run(
-        lora_cases.train_adapters,
-        checkpoint=checkpoint,
-        role="actor",
-        lora={"rank": RANK, "alpha": ALPHA},
-        batch=family_batch,
-        directory=str(tmp_path),
-        layout={},
-    )
+    (result,) = trained(pool(1), checkpoint, family_batch, tmp_path)
     assert "PEFT finds the adapters of experts of qwen3_moe" in result["warnings"][0]
     reference = Reference(checkpoint)
     PeftModel.from_pretrained(reference.model, tmp_path / "adapter")
@@ -348,15 +347,7 @@ def test_adapters_that_do_not_fit_are_refused(
     """Read adapters of another rank, model or method, with a NaN, with a tensor too few or too
     many: one line that names it, on every rank."""
     checkpoint = str(workspaces["qwen3"] / "model")
-    pool(1).run(
-        lora_cases.train_adapters,
-        checkpoint=checkpoint,
-        role="actor",
-        lora={"rank": RANK, "alpha": ALPHA},
-        batch=family_batch,
-        directory=str(tmp_path),
-        layout={},
-    )
+    trained(pool(1), checkpoint, family_batch, tmp_path)
     whole = tmp_path / "adapter"
     config = json.loads((whole / "adapter_config.json").read_text())
     tensors = load_file(whole / "adapter_model.safetensors")
